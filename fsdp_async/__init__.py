@@ -1,0 +1,1 @@
+"""Asynchronous RL post-training on FSDP2 with a versioned weight-state cache."""

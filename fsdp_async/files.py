@@ -1,0 +1,78 @@
+"""Files that are whole or absent.
+
+Owns the one way in which a file that matters is written: under a temporary name beside its place, flushed to disk,
+renamed. A failure leaves the old file, if any, and no temporary one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
+
+from fsdp_async.errors import OutputError
+
+REMEDY = "free space or choose another place; what was there before is untouched"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write strict JSON (no NaN), indented.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
+    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file of `tensors` (CPU; names that share memory are each written whole).
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    contiguous = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    _replace(path, lambda temporary: save_file(contiguous, temporary))
+
+
+def write_model(path: Path, model: nn.Module) -> None:
+    """Write the state dict of an unsharded `model` as safetensors, tied tensors once.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    _replace(path, lambda temporary: save_model(model, str(temporary)))
+
+
+def write_model_at(directory_fd: int, name: str, model: nn.Module) -> None:
+    """Like `write_model`, into an open directory, which may have been renamed since it was opened.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    write_model(Path(os.readlink(f"/proc/self/fd/{directory_fd}")) / name, model)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(temporary)
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:
+        code = error.errno if isinstance(error, OSError) else errno.EIO
+        raise OutputError(code, f"{path} was not written: {error}; {REMEDY}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()

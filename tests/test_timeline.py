@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from fsdp_async.timeline import Timeline, busy_s, overlap_fraction, overlap_s
+
+
+def test_overlapping_and_touching_spans_are_counted_once():
+    assert busy_s([(0.0, 2.0), (1.0, 3.0), (3.0, 4.0), (6.0, 7.0)]) == 5.0
+
+
+def test_overlap_is_the_time_in_which_both_worked():
+    assert overlap_s([(0.0, 4.0), (6.0, 8.0)], [(1.0, 2.0), (3.0, 7.0)]) == pytest.approx(3.0, abs=1e-12)
+
+
+def test_overlap_fraction_divides_by_the_smaller_busy_time():
+    assert overlap_fraction([(0.0, 10.0)], [(8.0, 12.0)]) == pytest.approx(0.5)
+
+
+def test_overlap_fraction_is_zero_when_one_side_never_worked():
+    assert overlap_fraction([(0.0, 10.0)], []) == 0.0
+
+
+def test_a_phase_is_recorded_once_also_when_its_body_raises():
+    timeline = Timeline()
+    with pytest.raises(KeyError), timeline.phase("update"):
+        raise KeyError("x")
+    (span,) = timeline.drain()
+    assert span.phase == "update"
+    assert span.stop_s >= span.start_s >= 0
+    assert timeline.seconds("update") == span.stop_s - span.start_s
+    assert timeline.drain() == []
