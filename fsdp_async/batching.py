@@ -1,0 +1,96 @@
+"""From response groups to tensors, and from tensors to micro-batches.
+
+Owns padding and the token budget. Pure functions; what a token means is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp_async.errors import ConfigError, InputError
+from fsdp_async.types import Prompt, Response, ResponseGroup, TrainBatch
+
+
+def collate(groups: Sequence[ResponseGroup], *, pad_token_id: int) -> TrainBatch:
+    """Pad scored groups into one batch; row order is group order, `group_ids` count from 0.
+
+    Raises:
+        InputError: no groups, no tokens at all, or a response without a reward.
+    """
+    rows = [(index, group.prompt, response) for index, group in enumerate(groups) for response in group.responses]
+    if not rows:
+        raise InputError("collate needs at least one response; got no groups, or groups without responses")
+    prompt_len = max(len(prompt.token_ids) for _, prompt, _ in rows)
+    response_len = max(len(response.token_ids) for _, _, response in rows)
+    if response_len == 0:
+        raise InputError(f"all {len(rows)} responses are empty; there is nothing to train on")
+    padded = [_pad_row(prompt, response, prompt_len, response_len, pad_token_id) for _, prompt, response in rows]
+    attention_mask = torch.tensor([row[1] for row in padded])
+    return TrainBatch(
+        input_ids=torch.tensor([row[0] for row in padded]),
+        attention_mask=attention_mask,
+        position_ids=position_ids(attention_mask),
+        response_mask=torch.tensor([row[2] for row in padded]),
+        rollout_log_prob=torch.tensor([row[3] for row in padded], dtype=torch.float32),
+        versions=torch.tensor([row[4] for row in padded]),
+        rewards=torch.tensor([_reward(response) for _, _, response in rows], dtype=torch.float32),
+        group_ids=torch.tensor([index for index, _, _ in rows]),
+        temperature=torch.tensor([response.temperature for _, _, response in rows], dtype=torch.float32),
+    )
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions [B,S] that count real tokens from 0; padding before the first token stays at 0."""
+    return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
+
+
+def rows_per_micro_batch(sequence_len: int, micro_batch_tokens: int | None) -> int | None:
+    """How many rows of `sequence_len` padded tokens fit the budget; None (no budget) means all rows.
+
+    Raises:
+        ConfigError: not even one row fits.
+    """
+    if micro_batch_tokens is None:
+        return None
+    if micro_batch_tokens < sequence_len:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens={micro_batch_tokens} is below one sequence of {sequence_len} tokens; "
+            "raise it, or shorten prompts or responses"
+        )
+    return micro_batch_tokens // sequence_len
+
+
+def micro_batches(batch: TrainBatch, micro_batch_tokens: int | None) -> list[Tensor]:
+    """Row indices (int64) of consecutive micro-batches of at most `micro_batch_tokens` padded tokens each."""
+    rows = torch.arange(batch.num_rows)
+    if not len(rows):
+        return []
+    per_micro_batch = rows_per_micro_batch(int(batch.input_ids.shape[1]), micro_batch_tokens)
+    return list(rows.split(per_micro_batch or len(rows)))
+
+
+def _pad_row(
+    prompt: Prompt, response: Response, prompt_len: int, response_len: int, pad_token_id: int
+) -> tuple[list[int], list[int], list[bool], list[float], list[int]]:
+    left, right = prompt_len - len(prompt.token_ids), response_len - len(response.token_ids)
+    num_tokens = len(prompt.token_ids) + len(response.token_ids)
+    versions = [span.version for span in response.version_spans for _ in range(span.stop - span.start)]
+    masked = [v if m else -1 for v, m in zip(versions, response.response_mask, strict=True)]
+    return (
+        [pad_token_id] * left + [*prompt.token_ids, *response.token_ids] + [pad_token_id] * right,
+        [0] * left + [1] * num_tokens + [0] * right,
+        [*response.response_mask] + [False] * right,
+        [*response.rollout_log_prob] + [0.0] * right,
+        masked + [-1] * right,
+    )
+
+
+def _reward(response: Response) -> float:
+    if response.reward is None:
+        raise InputError(
+            f"response {response.prompt_id!r}[{response.sample_index}] has no reward; score it before it is batched"
+        )
+    return response.reward
