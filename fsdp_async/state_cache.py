@@ -1,0 +1,398 @@
+"""Versions of a model's weights in host memory; any of them can be evaluated while training goes on.
+
+    live model (FSDP2 shards, or plain tensors)
+       | snapshot(v)  copy shards           ^ restore(v)            ^ at(v): park live, copy v in,
+       v              -> arena of v         | arena of v -> shards  |        body, copy live back
+    +---------------------------------------------------------------------+
+    | versions  0 1 2 ...  "reference"   one arena each (arena.ArenaPool) |  retain / drop -> pool -> next snapshot
+    +---------------------------------------------------------------------+
+
+Who waits on whom
+    snapshot, at (entering and leaving), restore   every rank of the model waits for every other (agreement.py)
+    watched optimizer.step                         for the copy of snapshots taken lazily, on this rank only
+    retain, drop, materialize, watch, versions     nobody
+    any call from a second thread                  for a running snapshot or restore; refused during a visit
+
+[Note: life of a version]
+*Taken*: `snapshot(v)` copies the live parameters and buffers. With `lazy=True` only the arena is reserved and the
+buffers are copied (they change in forwards); the version is *pending*: its parameters are the live ones, so they
+are copied when something is about to change these: the next step of a watched optimizer, or `restore` of another
+version. Dropped before that, it costs no copy. *Live*: v equals the live parameters from its snapshot or restore
+until the next optimizer step begins; a visit then copies buffers only. Whether that holds is known only if every
+trainable parameter belongs to a watched optimizer; otherwise `live_version` is None and lazy is refused. Whoever
+edits weights by hand says so by `mark_live_changed()`. *Visited*: inside `at(v)` the model computes with v;
+nothing may take, change or step weights until the visit ends. *Gone*: `drop`, or `retain` without it. The arena
+goes to the pool and serves the next version. Nothing is evicted unasked.
+
+Owns the lives of versions. Promises: docs/state_cache.md. Does not: spill to disk, save files, compress.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_async.agreement import RankAgreement
+from fsdp_async.arena import ArenaPool, choose_pin
+from fsdp_async.dtensor_io import LiveState, capture, check_sharded, check_supported, ranks_of, settle
+from fsdp_async.errors import InputError, StateInUseError
+from fsdp_async.live_tracker import LiveTracker
+from fsdp_async.swaps import CopySwap, ProcessState, Swap, uninterrupted, write_buffers
+from fsdp_async.version_store import CacheConfig, Key, StoredState, VersionStore, checked_key, plan_of
+
+__all__ = ["CacheConfig", "StateCache"]
+
+
+class StateCache:
+    """Retains versions of `model`'s weights and lets the model compute with any of them.
+
+    Collective for a model on several ranks: construct it, call `snapshot`, `at` and `restore` on all, in one order.
+    A context manager that closes it.
+
+    Args:
+        model: plain, sharded by `fully_shard` before, or under DDP (see docs/state_cache.md on its buffers).
+        config: limits and timeouts.
+        process_group: the ranks that act together; None takes those of the model's device meshes.
+
+    Raises:
+        UnsupportedModelError: FSDP1, meta or inference tensors.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: CacheConfig | None = None, *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        check_supported(model)
+        settle(model)
+        live, self._model = capture(model), model
+        self._config = config or CacheConfig()
+        self._sharded = {spec.fqn for spec in live.layout.tensors if spec.placements is not None}
+        pin = choose_pin(self._config.pin_memory, (view.device for view in live.parameters))
+        self._pool = ArenaPool(pin, self._config.max_bytes)
+        self._store = VersionStore(self._pool, self._config)
+        self._swap: Swap = CopySwap(self._pool)
+        self._tracker = LiveTracker()
+        ranks = ranks_of(model) if process_group is None else sorted(dist.get_process_group_ranks(process_group))
+        self._agreement = RankAgreement(ranks, self._config.agreement_timeout_s)
+        self._lock = threading.RLock()
+        self._visited: StoredState | None = None
+        self._visiting_thread = ""
+        self._is_closed = False
+
+    @property
+    def versions(self) -> list[int]:
+        """The retained versions, ascending; named states are in `names`."""
+        return self._store.versions
+
+    @property
+    def names(self) -> list[str]:
+        """The retained named states, sorted."""
+        return self._store.names
+
+    def __contains__(self, version: object) -> bool:
+        return version in self._store
+
+    @property
+    def live_version(self) -> int | None:
+        """The newest version known to equal the live parameters; None after a step, or if that is not known."""
+        return self._tracker.live_version
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory this rank has allocated: versions, parking arena, pool."""
+        return self._pool.nbytes
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """A CPU group of the ranks that act together, for small messages; None for one process."""
+        return self._agreement.group
+
+    def describe(self) -> str:
+        """What is retained, what it costs, and which swap is used and why; for people."""
+        pending = [state.key for state in self._store.pending]
+        versions, used = self._store.nbytes, self._pool.used_nbytes
+        return "\n".join([
+            f"versions {self.versions}, names {self.names}, pending {pending}, live_version {self.live_version}",
+            f"bytes: {self.nbytes} = {versions} versions + {used - versions} parking + {self._pool.free_nbytes} pool "
+            f"(max_bytes {self._config.max_bytes}), {'pinned' if self._pool.pin else 'pageable'}",
+            f"swap {self._swap.name}: {self._swap.reason}",
+            f"ranks {self._agreement.ranks or 'this process alone'}, watched optimizers {self._tracker.num_watched}",
+        ])  # fmt: skip
+
+    def snapshot(self, version: Key, *, lazy: bool = False, overwrite: bool = False) -> None:
+        """Retain the live parameters and buffers as `version`. Collective.
+
+        Args:
+            version: an integer >= 0, or a name such as "reference".
+            lazy: copy parameters only when they are about to change; see [Note: life of a version].
+            overwrite: replace a retained state of that key.
+
+        Raises:
+            VersionExistsError: it is retained and `overwrite` is False.
+            CacheBudgetError: beyond `max_versions` or `max_bytes`; nothing was copied or dropped.
+            StateInUseError: inside a visit; or lazy, and a trainable parameter has no watched optimizer.
+            StateMismatchError: a parameter that should be sharded is not.
+            RankDisagreementError: ranks asked for different things, failed, or did not arrive.
+        """
+        with self._lock:
+            self._refuse_if_busy("snapshot")
+            state, live = self._agreement.prepare(
+                f"snapshot({version!r}, lazy={lazy}, overwrite={overwrite})",
+                lambda: self._prepare_snapshot(version, lazy=lazy, overwrite=overwrite),
+                undo=lambda prepared: self._store.discard(prepared[0]),
+            )
+            # A lazy snapshot in the closure of a step would be outdated when the step ends: copied at once.
+            state.is_pending = lazy and self._tracker.can_know(live)
+
+            def write() -> None:
+                state.arena.copy_from(live.buffer_views, start=len(live.parameters))
+                if not state.is_pending:
+                    state.arena.copy_from(live.parameters)
+                self._store.put(state)
+                self._tracker.add(state.key, live)
+
+            uninterrupted(write)  # overwriting reuses the arena: half a copy would be a mixed version
+
+    def _prepare_snapshot(self, version: Key, *, lazy: bool, overwrite: bool) -> tuple[StoredState, LiveState]:
+        key = checked_key(version)
+        live = self._look()
+        unwatched = self._tracker.unwatched(live)
+        if lazy and (unwatched is not None or not self._tracker.num_watched):
+            raise StateInUseError(
+                f"snapshot({version!r}, lazy=True) needs a watched optimizer for every trainable parameter, or nobody "
+                f"tells the cache to copy before weights change; parameter {unwatched!r} has none. watch() the "
+                "optimizers, freeze what is not trained, or take the snapshot without lazy"
+            )
+        working_bytes = self._swap.working_bytes(plan_of(live.layout))
+        return self._store.reserve(key, live.layout, overwrite=overwrite, working_bytes=working_bytes), live
+
+    def restore(self, version: Key) -> None:
+        """Make `version` the live weights for good, buffers included. Collective.
+
+        Raises:
+            UnknownVersionError: it is not retained; the message lists what is.
+            StateMismatchError: the live model has another layout; nothing was written.
+            StateInUseError: inside a visit.
+            RankDisagreementError: ranks asked for different things, failed, or did not arrive.
+        """
+        with self._lock:
+            self._refuse_if_busy("restore")
+            state, live = self._agreement.prepare(f"restore({version!r})", lambda: self._prepare_read(version))
+            is_live = self._tracker.is_live(state.key) and self._tracker.can_know(live)
+            if not is_live:
+                self._complete_pending(live)
+
+            def write() -> None:
+                if not is_live:
+                    self._tracker.changed()
+                    state.arena.copy_to(live.counted_parameters)
+                write_buffers(live, state.arena)
+                self._tracker.add(state.key, live)
+
+            uninterrupted(write)
+            torch.clear_autocast_cache()
+
+    def materialize(self, version: Key | None = None) -> None:
+        """Copy parameters of lazy snapshots that still wait for it, now.
+
+        Args:
+            version: one that must be complete afterwards; None for all.
+
+        Raises:
+            UnknownVersionError: it is not retained.
+            StateInUseError: inside a visit.
+        """
+        with self._lock:
+            self._refuse_if_busy("materialize")
+            if version is None or self._store.get(version).is_pending:
+                self._complete_pending()
+
+    def retain(self, versions: Iterable[int]) -> None:
+        """Drop every integer version that is not in `versions`; named states stay. Unknown ones are ignored.
+
+        Raises:
+            StateInUseError: the version being visited is not in `versions`; nothing was dropped.
+        """
+        keep = {checked_key(version) for version in versions}
+        if names := sorted(key for key in keep if isinstance(key, str)):
+            raise InputError(f"retain({names}): names are kept until drop(); give integer versions only")
+        with self._lock:
+            self._drop([version for version in self.versions if version not in keep])
+
+    def drop(self, version: Key) -> None:
+        """Forget `version`, integer or name; a lazy one that is still pending is never copied.
+
+        Raises:
+            UnknownVersionError: it is not retained.
+            StateInUseError: it is being visited.
+        """
+        with self._lock:
+            self._drop([self._store.get(version).key])
+
+    @contextmanager
+    def at(self, version: Key) -> Iterator[nn.Module]:
+        """Let the model compute with `version`: `with cache.at(3) as model: ...`. Collective, on both ends.
+
+        The body runs under no_grad and only reads weights: forwards, `full_tensors`, evaluation. Afterwards
+        parameters, buffers, train/eval flags and the process's random state are as before, whatever was raised.
+        Do not run a backward through the visited version (autograd cannot see that weights went back), forward
+        under inference_mode (FSDP2 would keep inference tensors), or step an optimizer that is not watched. A visit
+        to a version that is live copies no parameters, so a body that writes to them would change the live model.
+
+        Yields:
+            The live module itself.
+
+        Raises:
+            UnknownVersionError: it is not retained; the message lists what is.
+            StateMismatchError: the live model has another layout (nothing was written), or the body replaced tensors.
+            StateInUseError: inside another visit, from another thread during one, or under inference_mode.
+            RankDisagreementError: ranks asked for different things, failed, did not arrive, or left differently.
+        """
+        state, live, before = self._begin_visit(version)
+        has_failed = True
+        try:
+            self._swap.park(live, parameters=not self._tracker.is_live(state.key))
+            try:
+                self._swap.show(live, state.arena)
+                torch.clear_autocast_cache()
+                with torch.no_grad():
+                    yield self._model
+                has_failed = False
+            finally:
+                torch.clear_autocast_cache()
+                self._swap.put_back(self._model, live, failed=has_failed)
+        finally:
+            before.put_back()
+            self._visited = None
+        # A rank that left early would gather with peers that are still inside: mixed weights, in silence.
+        self._agreement.compare(f"leave at({version!r})")
+
+    def _begin_visit(self, version: Key) -> tuple[StoredState, LiveState, ProcessState]:
+        def prepare() -> tuple[StoredState, LiveState, ProcessState]:
+            state, live = self._prepare_read(version)
+            self._swap.prepare(state.arena.plan)
+            return state, live, ProcessState.of(self._model)
+
+        with self._lock:
+            self._refuse_if_busy("at")
+            visit = self._agreement.prepare(f"at({version!r})", prepare)
+            self._visited, self._visiting_thread = visit[0], threading.current_thread().name
+            return visit
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Learn from `optimizer`'s public step hooks when the live weights change; several may be watched.
+
+        Raises:
+            InputError: not a torch optimizer, or one that steps parameters which are not this model's.
+            StateInUseError: inside a visit.
+        """
+        with self._lock:
+            self._refuse_if_busy("watch")
+            self._tracker.watch(optimizer, self._look(), self)
+
+    def mark_live_changed(self) -> None:
+        """Tell the cache that live weights were edited by hand (not by a watched optimizer or `restore`).
+
+        Raises:
+            StateInUseError: inside a visit; or lazy snapshots were pending, whose values are gone with the edit:
+                they have been dropped. Call `materialize()` before editing.
+        """
+        with self._lock:
+            self._refuse_if_busy("mark_live_changed")
+            self._tracker.changed()
+            lost = [state.key for state in self._store.pending]
+            self._drop(lost)
+            if lost:
+                raise StateInUseError(
+                    f"live weights were edited while the lazy snapshots {lost} still waited to be copied: their values "
+                    "are gone, and they were dropped. Call materialize() before editing weights by hand"
+                )
+
+    def before_step(self) -> None:
+        """Called by the step hook of a watched optimizer: complete lazy snapshots, then count as changed.
+
+        Raises:
+            StateInUseError: inside a visit, before the step changes anything.
+        """
+        with self._lock:
+            self._refuse_if_busy("optimizer.step")
+            self._complete_pending()
+            self._tracker.begin_step()
+
+    def after_step(self) -> None:
+        """Called by the step hook of a watched optimizer."""
+        self._tracker.end_step()
+
+    def close(self) -> None:
+        """Drop everything, stop watching, give memory and the process group back. Idempotent.
+
+        Raises:
+            StateInUseError: inside a visit.
+        """
+        if self._is_closed:
+            return
+        with self._lock:
+            self._refuse_if_busy("close")
+            self._tracker.close()
+            self._store.clear()
+            self._swap.release()
+            self._pool.trim()
+            self._agreement.close()
+            self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refuse_if_busy(self, operation: str) -> None:
+        if self._is_closed:
+            raise StateInUseError(f"{operation} on a closed cache; build a new StateCache")
+        if self._visited is not None:
+            raise StateInUseError(
+                f"{operation} inside a visit to {self._visited.label} (by thread {self._visiting_thread!r}; now "
+                f"{threading.current_thread().name!r}): the live model does not hold its own weights there. "
+                "Leave the visit first; visits do not nest"
+            )
+
+    def _prepare_read(self, version: Key) -> tuple[StoredState, LiveState]:
+        state = self._store.get(version)
+        live = self._look()
+        state.layout.check(live.layout, state.label)
+        return state, live
+
+    def _look(self) -> LiveState:
+        if torch.is_inference_mode_enabled():
+            raise StateInUseError("not under torch.inference_mode(): its tensors cannot be trained; use no_grad()")
+        settle(self._model)
+        live = capture(self._model)
+        check_sharded(live, self._sharded)
+        return live
+
+    def _complete_pending(self, live: LiveState | None = None) -> None:
+        if not self._store.pending:
+            return
+        live = live or self._look()
+        for state in self._store.pending:
+            if state.layout.parameters != live.layout.parameters:  # buffers were copied when it was taken
+                state.layout.check(live.layout, state.label)
+            state.arena.copy_from(live.parameters)
+            state.is_pending = False
+
+    def _drop(self, keys: list[Key] | list[int]) -> None:
+        for key in keys:
+            if self._visited is not None and self._visited.key == key:
+                raise StateInUseError(f"{self._visited.label} is being visited and cannot be dropped; leave it first")
+        for key in keys:
+            self._store.drop(key)
+            self._tracker.remove(key)
