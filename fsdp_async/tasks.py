@@ -1,0 +1,228 @@
+"""Prompts.
+
+Owns the tasks (built-in sorting of digits, or a JSONL file), their character tokenizer and the deterministic endless
+stream of training prompts. Evaluation prompts are fixed and never appear in the stream. It scores nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from fsdp_async.errors import ConfigError, InputError
+from fsdp_async.types import Prompt
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+CHARACTERS = string.digits + string.ascii_lowercase + " >=+-*/.,"
+MAX_DIGITS = 6
+"""`sort_digits` lists all its items (10 to the power of this many), which takes seconds here and ever longer above."""
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is asked.
+
+    `sort_digits`: "4927>" wants "2479". `jsonl`: each line of `path` is {"prompt": str, "answer": str} over digits,
+    lower-case letters, space and >=+-*/.,; the last `eval_items` lines are for evaluation.
+    """
+
+    kind: Literal["sort_digits", "jsonl"] = "sort_digits"
+    num_digits: int = 4
+    path: str | None = None
+    eval_items: int = 512
+    max_prompt_tokens: int = 16
+
+    def __post_init__(self) -> None:
+        if self.num_digits < 1 or self.eval_items < 1 or self.max_prompt_tokens < 1:
+            raise ConfigError(
+                f"task.num_digits={self.num_digits}, eval_items={self.eval_items}, "
+                f"max_prompt_tokens={self.max_prompt_tokens}: each must be at least 1"
+            )
+        if self.kind == "jsonl":
+            self._check_jsonl()
+        else:
+            self._check_sort_digits()
+
+    def _check_sort_digits(self) -> None:
+        if self.path is not None:
+            raise ConfigError(f"task.path={self.path!r} has no effect with task.kind=sort_digits; set task.kind=jsonl")
+        if self.num_digits > MAX_DIGITS:
+            raise ConfigError(
+                f"task.num_digits={self.num_digits}: all prompts are listed, so at most {MAX_DIGITS}; for longer ones "
+                "write a file and set task.kind=jsonl"
+            )
+        if self.num_digits + 1 > self.max_prompt_tokens:
+            raise ConfigError(
+                f"task.num_digits={self.num_digits} makes prompts of {self.num_digits + 1} tokens, above "
+                f"task.max_prompt_tokens={self.max_prompt_tokens}; raise the latter"
+            )
+        if self.eval_items > 10**self.num_digits // 2:
+            raise ConfigError(
+                f"task.eval_items={self.eval_items}: {self.num_digits} digits make only {10**self.num_digits} prompts, "
+                "and training needs at least half of them"
+            )
+
+    def _check_jsonl(self) -> None:
+        if self.path is None:
+            raise ConfigError('task.kind=jsonl needs task.path, a file of lines {"prompt": ..., "answer": ...}')
+        if not Path(self.path).is_file():
+            raise ConfigError(f"task.path={self.path}: no such file; give an existing JSONL file")
+        if self.num_digits != TaskConfig.num_digits:
+            raise ConfigError(f"task.num_digits={self.num_digits} has no effect with task.kind=jsonl; leave it out")
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: 3 special tokens and 45 characters."""
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question in text; `prompt_id` is stable over runs."""
+
+    prompt_id: str
+    prompt: str
+    answer: str
+
+
+class Task:
+    """A finite set of items, split into training and evaluation; built by `build_task`."""
+
+    def __init__(self, name: str, training: list[Item], evaluation: list[Item], *, seed: int) -> None:
+        self.name = name
+        self.tokenizer = build_tokenizer()
+        self.vocab_size = len(self.tokenizer)
+        self.pad_token_id = int(self.tokenizer.convert_tokens_to_ids("<pad>"))
+        self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<eos>"))
+        self._training = training
+        self._evaluation = evaluation
+        self._seed = seed
+        self._position = 0
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Training prompts without end: every epoch holds each item once, in an order drawn from seed and epoch."""
+        while True:
+            epoch, offset = divmod(self._position, len(self._training))
+            order = list(range(len(self._training)))
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+            for index in order[offset:]:
+                self._position += 1
+                yield self._prompt(self._training[index], epoch)
+
+    def eval_prompts(self) -> list[Prompt]:
+        """The fixed evaluation prompts, in a fixed order."""
+        return [self._prompt(item, 0) for item in self._evaluation]
+
+    def sft_pairs(self, num: int, seed: int) -> list[Pair]:
+        """`num` pairs (prompt tokens, answer tokens with EOS), drawn from the training items with replacement."""
+        generator = random.Random(f"sft/{seed}")
+        return [
+            (self.encode(item.prompt), self._answer_ids(item))
+            for item in (generator.choice(self._training) for _ in range(num))
+        ]
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of `text`, one a character."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the stream."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; iterators made before are not moved."""
+        self._position = int(state["position"])
+
+    def _answer_ids(self, item: Item) -> tuple[int, ...]:
+        return (*self.encode(item.answer), self.eos_token_id)
+
+    def _prompt(self, item: Item, epoch: int) -> Prompt:
+        info = {"answer_ids": self._answer_ids(item)}
+        return Prompt(item.prompt_id, self.encode(item.prompt), self.name, info, epoch)
+
+
+def build_task(config: TaskConfig, *, seed: int) -> Task:
+    """The configured task; `seed` orders the stream and does not change which items are for evaluation.
+
+    Raises:
+        InputError: a malformed line of a JSONL file, named with its number; or a prompt of that file that is both for
+            training and for evaluation.
+    """
+    items = _sort_items(config) if config.kind == "sort_digits" else _jsonl_items(config)
+    evaluation, training = items[-config.eval_items :], items[: -config.eval_items]
+    if not training:
+        raise InputError(
+            f"task.path={config.path} holds {len(items)} items, of which task.eval_items={config.eval_items} are for "
+            "evaluation; nothing is left to train on"
+        )
+    _refuse_overlap(training, evaluation, f"task.path={config.path}")
+    return Task(config.kind, training, evaluation, seed=seed)
+
+
+def _refuse_overlap(training: list[Item], evaluation: list[Item], where: str) -> None:
+    """A prompt trained on says nothing about accuracy; the same prompt twice in training is the user's weighting."""
+    trained = {item.prompt: item.prompt_id for item in training}
+    for item in evaluation:
+        if item.prompt in trained:
+            raise InputError(
+                f"{where}: {trained[item.prompt]} and {item.prompt_id} ask the same, {item.prompt!r}, and the latter "
+                "is for evaluation; remove one, or move them to the same side of task.eval_items"
+            )
+
+
+def _sort_items(config: TaskConfig) -> list[Item]:
+    """All digit strings, in one fixed shuffled order."""
+    numbers = [f"{number:0{config.num_digits}d}" for number in range(10**config.num_digits)]
+    random.Random("sort_digits").shuffle(numbers)
+    return [Item(f"sort/{digits}", f"{digits}>", "".join(sorted(digits))) for digits in numbers]
+
+
+def _jsonl_items(config: TaskConfig) -> list[Item]:
+    assert config.path is not None
+    try:
+        # Lines end in \n alone: str.splitlines would also cut at characters that JSON allows inside a string.
+        lines = Path(config.path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"task.path={config.path}: {error.strerror}; give a JSONL file that can be read") from error
+    items = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            items.append(
+                _jsonl_item(line, f"{config.path}, line {number}", f"jsonl/{number}", config.max_prompt_tokens)
+            )
+    return items
+
+
+def _jsonl_item(line: bytes, where: str, prompt_id: str, max_prompt_tokens: int) -> Item:
+    try:
+        record = json.loads(line.decode())
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise InputError(f"{where}: not JSON ({error}); each line must be one object") from error
+    if not isinstance(record, dict) or record.keys() != {"prompt", "answer"}:
+        raise InputError(f"{where}: need exactly the keys prompt and answer, got {record!r:.80}")
+    for key, text in record.items():
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{where}: {key}={text!r} must be a non-empty string")
+        if unknown := set(text) - set(CHARACTERS):
+            raise InputError(f"{where}: {key} has characters {sorted(unknown)} outside {CHARACTERS!r}")
+    if len(record["prompt"]) > max_prompt_tokens:
+        raise InputError(
+            f"{where}: the prompt has {len(record['prompt'])} tokens, above task.max_prompt_tokens="
+            f"{max_prompt_tokens}; raise it or shorten the prompt"
+        )
+    return Item(prompt_id, record["prompt"], record["answer"])

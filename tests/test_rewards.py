@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from builders import group, response
+
+from fsdp_async.errors import InputError, NonFiniteError
+from fsdp_async.rewards import RewardConfig, build_reward, score_group
+from fsdp_async.types import Prompt
+
+PROMPT = Prompt("p", (5,), "test", {"answer_ids": (7, 8, 9, 1)})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "exact", "graded"),
+    [
+        ((7, 8, 9, 1), 1.0, 1.0),
+        ((7, 8, 9), 0.0, 0.75),
+        ((7, 9, 8, 1), 0.0, 0.5),
+        ((7, 8, 9, 1, 1), 0.0, 0.8),
+        ((3,), 0.0, 0.0),
+    ],
+)
+def test_an_answer_counts_with_its_end(tokens, exact, graded):
+    answer = response("p", 0, tokens)
+    assert build_reward(RewardConfig()).score(PROMPT, answer) == exact
+    assert build_reward(RewardConfig(kind="graded")).score(PROMPT, answer) == graded
+
+
+def test_an_answer_cut_off_at_its_length_has_no_end_and_counts_nothing():
+    cut = replace(response("p", 0, (7, 8, 9)), finish_reason="length")
+    assert build_reward(RewardConfig()).score(PROMPT, cut) == 0.0
+
+
+@pytest.mark.parametrize("info", [{}, {"answer_ids": ()}])
+def test_a_prompt_without_an_answer_is_named(info):
+    with pytest.raises(InputError, match=r"'p' has no info\['answer_ids'\]"):
+        build_reward(RewardConfig()).score(Prompt("p", (5,), "test", info), response("p", 0, (7,)))
+
+
+def test_scoring_a_group_keeps_everything_else():
+    before = group("p", [5], [response("p", 0, [7], reward=None), response("p", 1, [8], reward=None)])
+    after = score_group(before, SimpleNamespace(score=lambda prompt, answer: float(answer.sample_index)))
+    assert [r.reward for r in after.responses] == [0.0, 1.0]
+    assert after.sample_ids == before.sample_ids
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_is_named(value):
+    with pytest.raises(NonFiniteError, match=r"'p'\[0\] is (nan|inf)"):
+        score_group(group("p", [5], [response("p", 0, [7])]), SimpleNamespace(score=lambda prompt, answer: value))
