@@ -1,0 +1,138 @@
+"""Weights on their way: bounded pieces of named tensors in one block of memory.
+
+Owns packing (any tensor is cut into byte ranges where it does not fit) and unpacking into a model by name. It promises
+that a model is complete when its last bucket has been taken, or an error names what is missing, extra or of another
+shape. Where the memory lies, and who waits for whom, is `weight_sync.py`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_async.errors import StateMismatchError
+
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """Bytes `start..stop` of the flattened tensor `name`, at `offset` of the bucket's memory."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """One piece of a publication. `memory` is a shared-memory segment's name, or a uint8 tensor in this process."""
+
+    version: int
+    index: int
+    is_last: bool
+    entries: tuple[BucketEntry, ...]
+    memory: str | Tensor
+
+
+@dataclass
+class Piece:
+    """Entries of one bucket with the tensors that they are cut from, before they are copied anywhere."""
+
+    entries: list[tuple[BucketEntry, Tensor]]
+    num_bytes: int = 0
+
+    def copy_to(self, memory: Tensor) -> None:
+        """Copy all bytes into `memory` (uint8)."""
+        for entry, tensor in self.entries:
+            size = entry.stop - entry.start
+            memory[entry.offset : entry.offset + size].copy_(_bytes(tensor)[entry.start : entry.stop])
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Piece]:
+    """Cut named tensors into pieces of at most `bucket_bytes`, in order; holds one piece's tensors at a time."""
+    piece = Piece([])
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        start = 0
+        while start < size or size == 0:
+            offset = -(-piece.num_bytes // ALIGNMENT) * ALIGNMENT
+            if offset >= bucket_bytes:
+                yield piece
+                piece, offset = Piece([]), 0
+            stop = min(size, start + bucket_bytes - offset)
+            entry = BucketEntry(name, tensor.dtype, tuple(tensor.shape), start, stop, offset)
+            piece.entries.append((entry, tensor))
+            piece.num_bytes = offset + stop - start
+            start = stop
+            if size == 0:
+                break
+    if piece.entries:
+        yield piece
+
+
+class WeightReceiver:
+    """Copies buckets into `model`, by the names of its `state_dict`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._targets: dict[str, Tensor] = dict(model.state_dict())
+        self._arrived: dict[str, int] = {}
+
+    def take(self, bucket: WeightBucket, memory: Tensor) -> None:
+        """Copy one bucket out of `memory` (uint8).
+
+        Raises:
+            StateMismatchError: a name that the model lacks or of another shape or dtype (nothing of the bucket is
+                copied), or, with the last bucket, names that never came.
+        """
+        for entry in bucket.entries:
+            self._check(entry, bucket.version)
+        for entry in bucket.entries:
+            size = entry.stop - entry.start
+            _bytes(self._targets[entry.name])[entry.start : entry.stop].copy_(
+                memory[entry.offset : entry.offset + size]
+            )
+            self._arrived[entry.name] = self._arrived.get(entry.name, 0) + size
+        if bucket.is_last:
+            self._check_complete(bucket.version)
+            self._arrived.clear()
+
+    def _check(self, entry: BucketEntry, version: int) -> None:
+        target = self._targets.get(entry.name)
+        if target is None:
+            raise StateMismatchError(
+                f"version {version}: published {entry.name!r}, which this model does not have; it has "
+                f"{sorted(self._targets)}"
+            )
+        if tuple(target.shape) != entry.shape or target.dtype != entry.dtype:
+            raise StateMismatchError(
+                f"version {version}: {entry.name!r} was published as {entry.dtype} {entry.shape}, this model expects "
+                f"{target.dtype} {tuple(target.shape)}; were local shards published instead of full tensors?"
+            )
+
+    def _check_complete(self, version: int) -> None:
+        """A tied tensor arrives under its first name only; all names of its memory are then complete."""
+        whole = {
+            _identity(self._targets[name])
+            for name, size in self._arrived.items()
+            if size == self._targets[name].numel() * self._targets[name].element_size()
+        }
+        missing = sorted(name for name, target in self._targets.items() if _identity(target) not in whole)
+        if missing:
+            raise StateMismatchError(f"version {version} was published without all of {missing}; publish every tensor")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as uint8."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _identity(tensor: Tensor) -> Any:
+    return (tensor.data_ptr(), tuple(tensor.shape)) if tensor.numel() else id(tensor)

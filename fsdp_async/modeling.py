@@ -1,0 +1,174 @@
+"""Policies and their optimizers.
+
+Owns the small Qwen3 built from a `transformers` config, its FSDP2 wrapping (also at world size 1, without
+torchrun), AdamW and the learning-rate schedule. It promises that dropout is off: a policy that answers
+differently twice has no log-probability to correct. It does not load weights (`warm_start.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from fsdp_async.errors import ConfigError
+from fsdp_async.logprobs import token_log_probs
+from fsdp_async.types import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes of a Qwen3 policy; the defaults make about 0.6 million parameters."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    tie_embeddings: bool = True
+    max_position_embeddings: int = 256
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
+        if self.head_dim % 2:
+            raise ConfigError(f"model.head_dim={self.head_dim}: rotary embeddings need an even number")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}; "
+                "grouped-query attention shares each key-value head among equally many query heads"
+            )
+        if self.dropout != 0:
+            raise ConfigError(
+                f"model.dropout={self.dropout}: must be 0, because log-probs of one policy must be the same in "
+                "every forward"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule; `warmup_steps` and the decay count optimizer steps."""
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"optim.{name}={getattr(self, name)}: must be above 0 and finite")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"optim.{name}={getattr(self, name)}: must be in [0, 1)")
+        if self.weight_decay < 0 or self.warmup_steps < 0:
+            raise ConfigError(
+                f"optim.weight_decay={self.weight_decay}, optim.warmup_steps={self.warmup_steps}: must not be negative"
+            )
+
+
+def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForCausalLM:
+    """A float32 Qwen3 on the CPU with weights drawn from `seed`; the global RNG is left as it was."""
+    hf_config = Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        tie_word_embeddings=config.tie_embeddings,
+        max_position_embeddings=config.max_position_embeddings,
+        attention_dropout=0.0,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(hf_config).float()
+
+
+def ensure_process_group() -> bool:
+    """Start a gloo group of this process alone where none exists; True if this call started it."""
+    if dist.is_initialized():
+        return False
+    # Documented, but missing from the module's list of exports.
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return True
+
+
+def apply_fsdp2(model: Qwen3ForCausalLM) -> None:
+    """Shard `model` in place, each decoder layer and then the root, over all ranks of a 1-D CPU mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
+    """AdamW over all parameters that require a gradient."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    betas = (config.beta1, config.beta2)
+    return AdamW(trainable, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def build_schedule(optimizer: Optimizer, config: OptimConfig, *, total_steps: int) -> LambdaLR:
+    """Linear warm-up, then constant, linear or cosine decay to 0 after `total_steps` optimizer steps.
+
+    Raises:
+        ConfigError: no steps to schedule, or a warm-up that never ends.
+    """
+    if total_steps < 1:
+        raise ConfigError(f"total_steps={total_steps}: the schedule must know the length of the run before it is built")
+    if config.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"optim.warmup_steps={config.warmup_steps} is not below the {total_steps} optimizer steps of the run; "
+            "shorten the warm-up or lengthen the run (trainer.num_batches)"
+        )
+
+    def factor(step: int) -> float:
+        if step < config.warmup_steps:
+            return (step + 1) / (config.warmup_steps + 1)
+        progress = min(1.0, (step - config.warmup_steps) / (total_steps - config.warmup_steps))
+        if config.schedule == "linear":
+            return 1.0 - progress
+        return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0
+
+    return LambdaLR(optimizer, factor)
+
+
+def response_log_prob(model: nn.Module, batch: TrainBatch) -> Tensor:
+    """Log-probs of the response tokens under `model`, temperature applied.
+
+    Logits are computed at response positions only: the token at response position t is predicted by sequence
+    position P + t - 1.
+
+    Returns:
+        [B,T] float32, with gradient where it is enabled; values off `response_mask` are meaningless but finite.
+    """
+    num_positions = batch.num_response_positions
+    logits = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        position_ids=batch.position_ids,
+        logits_to_keep=num_positions + 1,
+    ).logits[:, :-1]
+    targets = batch.input_ids[:, -num_positions:]
+    return token_log_probs(logits, targets, temperature=batch.temperature)

@@ -1,0 +1,114 @@
+"""What the trainer asks of a rollout engine.
+
+Owns the protocol, the sampling parameters and the engine's settings; engines live in files of their own, and nothing
+above this file knows which one it talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fsdp_async.buckets import WeightBucket
+from fsdp_async.errors import ConfigError
+from fsdp_async.types import Prompt, ResponseGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How answers are drawn: `num_samples` to each prompt, from the whole tempered distribution."""
+
+    num_samples: int
+    max_response_tokens: int
+    temperature: float
+    eos_token_id: int
+    pad_token_id: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Settings of the transformers engine. Times in seconds.
+
+    `prompts_per_chunk` prompts are generated together; new weights are taken between chunks. `answer_timeout_s` is
+    how long an engine with work may give no sign of life (it gives one at least each second). `record_weights` has
+    the engine write what it received to `engine_weights/` of the run.
+    """
+
+    engine: Literal["process", "thread"] = "process"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_response_tokens: int = 8
+    prompts_per_chunk: int = 16
+    start_timeout_s: float = 120.0
+    answer_timeout_s: float = 20.0
+    bucket_bytes: int = 64 << 20
+    record_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ConfigError(
+                f"rollout.temperature={self.temperature}: must be above 0; greedy answers have no log-prob ratio"
+            )
+        if self.top_p != 1.0:
+            raise ConfigError(
+                f"rollout.top_p={self.top_p}: must be 1. The trainer's policy is not truncated, so every ratio of a "
+                "token would be the mass that was kept, not the difference of two policies"
+            )
+        for name in ("max_response_tokens", "prompts_per_chunk", "start_timeout_s", "answer_timeout_s", "bucket_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be above 0")
+
+
+class RolloutEngine(Protocol):
+    """Generates under the weights loaded last. Everything but `poll` and `wait_loaded` returns at once.
+
+    Every method raises `EngineDiedError` when the engine has ended (with its traceback or exit code), and
+    `EngineTimeoutError` when it has work and gave no sign of life for the engine's timeout.
+    """
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """The last version whose weights the engine itself said it holds."""
+        ...
+
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
+        """Queue prompts; their groups carry the version last handed to `load` as `submitted_version`."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[ResponseGroup]:
+        """Finished groups; waits up to `timeout_s` for the first one."""
+        ...
+
+    def pause(self) -> None:
+        """Generate nothing more after the chunk in hand, until `resume`; weights are still taken."""
+        ...
+
+    def resume(self) -> None:
+        """Generate again."""
+        ...
+
+    def load(self, version: int, source: WeightBucket) -> None:
+        """Hand over one bucket of weights; `version` is current once its last bucket has been copied."""
+        ...
+
+    def wait_loaded(self, version: int, bucket: int, timeout_s: float) -> None:
+        """Wait until the engine has copied that bucket, so that its memory may be reused."""
+        ...
+
+    def drain_busy_spans(self) -> list[tuple[float, float]]:
+        """(start, stop) on `time.monotonic` of real work (generating, loading) heard of since the last call."""
+        ...
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What a restarted engine needs beyond weights."""
+        ...
+
+    def close(self) -> None:
+        """End the engine; leaves no process, thread or memory. Idempotent, never raises for a dead engine."""
+        ...

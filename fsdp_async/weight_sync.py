@@ -1,0 +1,201 @@
+"""Weights from the trainer to its engines.
+
+Owns the publishers: bounded buckets in shared memory (child processes) or in this process (threads), two at a time, so
+that a publication never stages more than two buckets and, where the model fits into two, never waits for an engine. A
+bucket's memory is reused only after every engine has said that it copied it; who does not say so in time is named.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp_async.buckets import WeightBucket, pack
+from fsdp_async.errors import EngineTimeoutError, InputError, OutputError
+from fsdp_async.rollout import RolloutEngine
+
+NUM_SLOTS = 2
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class WeightPublisher(Protocol):
+    """Sends a version to every engine."""
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Send named full tensors, one pass, reading each before the next is asked for.
+
+        When it returns, everything has been read (the trainer may step) and handed over; engines take it between two
+        chunks of work. A tied tensor comes once.
+
+        Raises:
+            EngineTimeoutError: an engine did not take an earlier bucket in time; names version, bucket and engine.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free all memory; idempotent."""
+        ...
+
+
+class Slot(Protocol):
+    """A block of memory that buckets are written to."""
+
+    capacity: int
+
+    @property
+    def handle(self) -> str | Tensor:
+        """What an engine needs to find the memory."""
+        ...
+
+    def memory(self) -> Tensor:
+        """The block as a uint8 tensor."""
+        ...
+
+    def free(self) -> None:
+        """Give it back."""
+        ...
+
+
+class SharedSlot:
+    """A shared-memory segment; its creator unlinks it, and the system does when its creator is killed."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # A segment beyond what is free is created all the same, and kills whoever writes to it.
+        if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < num_bytes:
+            raise OutputError(
+                28, f"{SHARED_MEMORY} has {free} bytes free, a bucket needs {num_bytes}; lower rollout.bucket_bytes"
+            )
+        self.capacity = num_bytes
+        self._segment = SharedMemory(create=True, size=num_bytes)
+
+    @property
+    def handle(self) -> str:
+        """The segment's name."""
+        return self._segment.name
+
+    def memory(self) -> Tensor:
+        """A view; must be gone before `free`."""
+        return torch.frombuffer(self._segment.buf, dtype=torch.uint8)
+
+    def free(self) -> None:
+        """Close and unlink."""
+        self._segment.close()
+        self._segment.unlink()
+
+
+class LocalSlot:
+    """Memory of this process."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.capacity = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+
+    @property
+    def handle(self) -> Tensor:
+        """The memory itself."""
+        return self._memory
+
+    def memory(self) -> Tensor:
+        """The memory itself."""
+        return self._memory
+
+    def free(self) -> None:
+        """Left to the garbage collector."""
+
+
+@dataclass
+class _InUse:
+    slot: Slot | None = None
+    awaited: tuple[int, int] | None = None
+    """(version, bucket) that engines are still to copy out of the slot."""
+
+
+class BucketPublisher:
+    """A publisher over one kind of slot; see the module docstring."""
+
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        make_slot: type[SharedSlot] | type[LocalSlot],
+        bucket_bytes: int,
+        timeout_s: float,
+    ) -> None:
+        self._engines = list(engines)
+        self._make_slot = make_slot
+        self._bucket_bytes = bucket_bytes
+        self._timeout_s = timeout_s
+        self._slots = [_InUse() for _ in range(NUM_SLOTS)]
+        self._next = 0
+
+    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See `WeightPublisher.publish`."""
+        pending: WeightBucket | None = None
+        for index, piece in enumerate(pack(tensors, self._bucket_bytes)):
+            if pending is not None:
+                self._hand_over(pending)
+            slot = self._free_slot(piece.num_bytes, (version, index))
+            piece.copy_to(slot.memory())
+            entries = tuple(entry for entry, _ in piece.entries)
+            pending = WeightBucket(version, index, False, entries, slot.handle)
+        if pending is None:
+            raise InputError(f"version {version} was published without a single tensor")
+        # Only now is it known to be the last one.
+        self._hand_over(WeightBucket(version, pending.index, True, pending.entries, pending.memory))
+
+    def close(self) -> None:
+        """Free the slots."""
+        for used in self._slots:
+            if used.slot is not None:
+                used.slot.free()
+                used.slot = None
+
+    def _hand_over(self, bucket: WeightBucket) -> None:
+        for engine in self._engines:
+            engine.load(bucket.version, bucket)
+
+    def _free_slot(self, num_bytes: int, claim: tuple[int, int]) -> Slot:
+        used = self._slots[self._next]
+        self._next = (self._next + 1) % NUM_SLOTS
+        if used.awaited is not None:
+            self._await(*used.awaited, claim)
+        if used.slot is None or used.slot.capacity < num_bytes:
+            if used.slot is not None:
+                used.slot.free()
+            used.slot = self._make_slot(max(1, num_bytes))
+        used.awaited = claim
+        return used.slot
+
+    def _await(self, version: int, bucket: int, claim: tuple[int, int]) -> None:
+        for engine in self._engines:
+            try:
+                engine.wait_loaded(version, bucket, self._timeout_s)
+            except EngineTimeoutError as error:
+                raise EngineTimeoutError(
+                    f"publication of version {claim[0]}, bucket {claim[1]}: the trainer waited {self._timeout_s:g} "
+                    "s for "
+                    f"{engine.name} to copy bucket {bucket} of version {version} ({error}); the engine is busy, "
+                    "stopped "
+                    "or deadlocked. Look at its stack, or raise rollout.answer_timeout_s"
+                ) from error
+
+
+class SharedMemoryPublisher(BucketPublisher):
+    """For engines in other processes of this machine."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, bucket_bytes: int, timeout_s: float) -> None:
+        super().__init__(engines, make_slot=SharedSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+class InProcessPublisher(BucketPublisher):
+    """For engines in threads of this process."""
+
+    def __init__(self, engines: Sequence[RolloutEngine], *, bucket_bytes: int, timeout_s: float) -> None:
+        super().__init__(engines, make_slot=LocalSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
