@@ -1,0 +1,58 @@
+"""The canary: an engine whose weights are wrong is found before its tokens are trained on.
+
+Owns one check: for the first responses of every version, the engine's log-probs must agree with a trainer forward
+under the weights published as that version. Rewards stay plausible when a publication went wrong; this does not.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdp_async.errors import CanaryError
+from fsdp_async.types import TrainBatch
+
+
+class Canary:
+    """Remembers which versions have been seen; not thread-safe."""
+
+    def __init__(self, bound_nats: float) -> None:
+        self.bound_nats = bound_nats
+        self._seen: set[int] = set()
+
+    def unseen(self, batch: TrainBatch) -> list[int]:
+        """Versions of `batch`, ascending, whose responses have not been checked yet."""
+        return [version for version in batch.sampled_versions if version not in self._seen]
+
+    def check(self, batch: TrainBatch, behaviour_log_prob: Tensor, *, engine: str) -> dict[int, float]:
+        """Compare the first responses of each unseen version.
+
+        Args:
+            batch: rows that hold all first responses of their versions.
+            behaviour_log_prob: [B,T] pi_b, right at least where an unseen version sampled.
+            engine: name for the error.
+
+        Returns:
+            Version -> mean |log pi_b - log mu| in nats over its tokens, for versions checked now.
+
+        Raises:
+            CanaryError: a gap is above the bound or not a number.
+        """
+        gaps = {}
+        for version in self.unseen(batch):
+            where = batch.versions == version
+            difference = (behaviour_log_prob - batch.rollout_log_prob)[where].double()
+            # Tokens whose log-prob the engine could not state are the correction's business (`nonfinite`); a version
+            # of nothing else gives NaN here, which is above every bound.
+            gap = float(difference[difference.isfinite()].abs().mean())
+            if not gap <= self.bound_nats:
+                raise CanaryError(
+                    f"version {version}, {engine}: the engine's log-probs are {gap:.4g} nats from the trainer's "
+                    "forward "
+                    f"under the same version (bound {self.bound_nats:.4g}); the engine holds other weights than those "
+                    "published, or computes another function. Nothing of it was trained on. Look at the publication "
+                    "(names, shards, dtype) first; if engine and trainer differ by design, raise "
+                    "trainer.canary_bound_nats"
+                )
+            gaps[version] = gap
+        self._seen.update(gaps)
+        return gaps

@@ -1,0 +1,162 @@
+"""The command line: `fsdp-async train|plan [--config-dir DIR] [KEY=VALUE ...]`.
+
+Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refused or failed, 2 unusable arguments,
+130 Ctrl-C, 143 SIGTERM. The only file that imports hydra; after composition there is one frozen `Config`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from fsdp_async.config import Config, parse_config, unknown_key_message
+from fsdp_async.errors import ConfigError, FsdpAsyncError
+from fsdp_async.run import plan_lines, run_training
+from fsdp_async.terminal import Terminal
+from fsdp_async.trainer import AsyncTrainer
+
+EPILOG = """\
+KEY=VALUE follows Hydra: a group is chosen by name (experiment=demo, correction=decoupled_token_is), a key is set by
+its path (optim.lr=2e-4 trainer.max_staleness=0), a list or mapping is written in braces
+(correction.combined={level: sequence, mode: mask, upper: 2}).
+
+examples:
+  fsdp-async train experiment=demo
+  fsdp-async train experiment=demo optim.lr=2e-4 run.output_dir=outputs/lr2e-4
+  fsdp-async plan experiment=demo correction=bypass_ppo_clip
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    errors = Console(stderr=True)
+    try:
+        config = compose_config(options.overrides)
+        if options.command == "plan":
+            for line in plan_lines(config):
+                Console().print(line, highlight=False, soft_wrap=True, markup=False)
+            return 0
+        return _train(config)
+    except (FsdpAsyncError, OSError) as error:
+        errors.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
+        errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return 1
+
+
+def compose_config(overrides: Sequence[str]) -> Config:
+    """Compose `conf/` and the overrides, and parse the result.
+
+    Raises:
+        ConfigError: whatever Hydra or `parse_config` refuse, in one sentence.
+    """
+    ConfigStore.instance().store(name="defaults", node=asdict(Config()))
+    try:
+        with initialize_config_dir(str(config_directory()), version_base="1.3"):
+            composed = compose("config", overrides=list(overrides))
+        mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_hydra_message(error)) from error
+    assert isinstance(mapping, dict)
+    return parse_config({str(key): value for key, value in mapping.items()})
+
+
+def config_directory() -> Path:
+    """`conf/` inside the installed package, or at the top of a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def _hydra_message(error: Exception) -> str:
+    text = str(error)
+    unknown = re.search(r"Could not override '([\w.]+)'", text)
+    if unknown is None:
+        return text
+    node: Any = asdict(Config())
+    parts = unknown[1].split(".")
+    for depth, part in enumerate(parts):
+        if not isinstance(node, Mapping) or part not in node:
+            known = list(node) if isinstance(node, Mapping) else []
+            return unknown_key_message(".".join(parts[: depth + 1]), known) if known else text
+        node = node[part]
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = OmegaConf.to_yaml(OmegaConf.create(asdict(Config())))
+    parser = argparse.ArgumentParser(
+        prog="fsdp-async",
+        description="Asynchronous RL post-training on FSDP2 with a versioned weight-state cache.",
+        epilog=f"{EPILOG}\n{_groups_help()}\n\nall keys and their defaults:\n{defaults}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=("train", "plan"), help="train, or print what a training run would do")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides; see below")
+    return parser
+
+
+def _groups_help() -> str:
+    groups = sorted(path for path in config_directory().iterdir() if path.is_dir())
+    choices = (f"  {g.name}: {', '.join(sorted(f.stem for f in g.glob('*.yaml')))}" for g in groups)
+    return "groups:\n" + "\n".join(choices)
+
+
+class _Signals:
+    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._trainer: AsyncTrainer | None = None
+        self.received: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def trainer_ready(self, trainer: AsyncTrainer) -> None:
+        self._trainer = trainer
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        again = self.received is not None
+        self.received = number
+        if again or self._trainer is None:
+            raise KeyboardInterrupt
+        self._trainer.request_stop()
+
+
+class _View(Terminal):
+    """The terminal, plus the moment from which a signal can stop the trainer gently."""
+
+    def __init__(self, num_batches: int) -> None:
+        super().__init__(num_batches)
+        self.signals = _Signals(self.console)
+
+    def trainer_ready(self, trainer: AsyncTrainer) -> None:
+        self.signals.trainer_ready(trainer)
+
+
+def _train(config: Config) -> int:
+    with _View(config.trainer.num_batches) as view:
+        try:
+            summary = run_training(config, view)
+        except KeyboardInterrupt:
+            summary = None
+    if summary is not None:
+        view.summary(summary, config.run.output_dir)
+    return 0 if view.signals.received is None else 128 + view.signals.received
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""One frozen `Config`, and the door it comes through.
+
+Owns the composition of each module's own config dataclass, the parsing of plain mappings into it, and the list of
+combinations that are refused because an option in them could not act. After `parse_config` nothing is optional,
+nothing has a second default and nothing changes. How the plan reads in words is `plan.py`'s business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fsdp_async.advantages import AdvantageConfig
+from fsdp_async.batching import rows_per_micro_batch
+from fsdp_async.errors import ConfigError
+from fsdp_async.is_correction import CorrectionConfig
+from fsdp_async.loggers import LoggingConfig
+from fsdp_async.losses import LossConfig
+from fsdp_async.modeling import ModelConfig, OptimConfig
+from fsdp_async.rewards import RewardConfig
+from fsdp_async.rollout import RolloutConfig
+from fsdp_async.sample_queue import QueueConfig
+from fsdp_async.state_cache import CacheConfig
+from fsdp_async.tasks import TaskConfig
+from fsdp_async.trainer import TrainerConfig
+from fsdp_async.warm_start import WarmStartConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run writes, and its seed. `record_batches` keeps every batch's tensors for later analysis."""
+
+    output_dir: str = "outputs/run"
+    overwrite: bool = False
+    seed: int = 0
+    record_batches: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run needs to know."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
+    rewards: RewardConfig = field(default_factory=RewardConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        for refuse in (
+            _refuse_inert_correction,
+            _refuse_inert_anchor,
+            _refuse_inert_staleness,
+            _refuse_impossible_sizes,
+        ):
+            refuse(self)
+
+
+def parse_config(mapping: Mapping[str, Any]) -> Config:
+    """Turn a plain mapping (of mappings) into a `Config`.
+
+    Raises:
+        ConfigError: an unknown key (the nearest right name is given), a value of the wrong type or out of range, or
+            a combination in which an option could not act.
+    """
+    for path, known in _unknown_keys(Config, mapping):
+        raise ConfigError(unknown_key_message(path, known))
+    try:
+        config = TypeAdapter(Config).validate_python(mapping)
+    except ValidationError as error:
+        raise ConfigError(_first_error(error)) from error
+    for path, value in _leaves(dataclasses.asdict(config)):
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"{path}=nan: not a number; leave a bound out (null) for no bound")
+    return config
+
+
+def unknown_key_message(path: str, known: typing.Collection[str]) -> str:
+    """Say which key is unknown and which name was probably meant."""
+    name = path.rpartition(".")[2]
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}? " if close else ""
+    return f"unknown key {path!r}: {meant}Known here: {', '.join(sorted(known))}"
+
+
+def _unknown_keys(annotation: Any, value: Any, path: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Walk mappings beside the dataclasses that they stand for."""
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            for argument in typing.get_args(annotation):
+                yield from _unknown_keys(argument, item, f"{path}[{index}]")
+    if not isinstance(value, Mapping):
+        return
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if not dataclasses.is_dataclass(candidate) or not isinstance(candidate, type):
+            continue
+        hints = typing.get_type_hints(candidate)
+        names = [f.name for f in dataclasses.fields(candidate)]
+        for key, item in value.items():
+            here = f"{path}.{key}" if path else str(key)
+            if key not in names:
+                yield here, names
+            else:
+                yield from _unknown_keys(hints[key], item, here)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):
+        return str(cause)
+    path = ".".join(str(part) for part in first["loc"])
+    return f"{path}={first['input']!r}: {first['msg']}"
+
+
+def _refuse_inert_correction(config: Config) -> None:
+    anchor, correction, loss = config.trainer.anchor, config.correction, config.loss
+    factors = {rejection.factor for rejection in correction.rejections}
+    lag = correction.lag is not None or "lag" in factors
+    split = lag or correction.mismatch is not None or "mismatch" in factors
+    if anchor == "behaviour" and lag:
+        raise ConfigError(
+            "correction.lag with trainer.anchor=behaviour: the anchor is the behaviour policy, so lag is exactly 1 and "
+            "its bounds cannot act; remove them, or choose trainer.anchor=last_sync or current"
+        )
+    if anchor == "bypass" and split:
+        raise ConfigError(
+            "correction.mismatch or .lag with trainer.anchor=bypass: there are no behaviour log-probs to split by; use "
+            "correction.combined with loss.kind=reinforce, or another anchor"
+        )
+    weighted = correction.combined is not None or bool(correction.rejections)
+    if anchor == "bypass" and loss.kind == "ppo_clip" and weighted:
+        raise ConfigError(
+            "correction with trainer.anchor=bypass and loss.kind=ppo_clip: old_log_prob is rollout_log_prob, so the "
+            "weight is 1 and the clipped ratio is the only correction; use correction=disabled, or another anchor"
+        )
+    if anchor == "bypass" and loss.kind == "reinforce":
+        _refuse_inside_loss(correction)
+
+
+def _refuse_inside_loss(correction: CorrectionConfig) -> None:
+    if correction.batch_normalize or correction.denominator == "kept":
+        raise ConfigError(
+            f"correction.batch_normalize={correction.batch_normalize}, denominator={correction.denominator!r} with "
+            "trainer.anchor=bypass and loss.kind=reinforce: the weights live inside the loss and are known one "
+            "micro-batch at a time, so nothing over the whole batch can be formed from them; choose another anchor"
+        )
+
+
+def _refuse_inert_anchor(config: Config) -> None:
+    anchor, correction = config.trainer.anchor, config.correction
+    anchored = {"combined", "lag"} & {rejection.factor for rejection in correction.rejections}
+    acts = correction.combined is not None or correction.lag is not None or anchored
+    if config.loss.kind == "reinforce" and anchor in ("last_sync", "current") and not acts:
+        raise ConfigError(
+            f"trainer.anchor={anchor} with loss.kind=reinforce and no combined or lag correction: the anchor has no "
+            "effect, since REINFORCE clips nothing; use trainer.anchor=behaviour or bypass"
+        )
+
+
+def _refuse_inert_staleness(config: Config) -> None:
+    if config.trainer.max_staleness == 0 and config.correction.lag is not None:
+        raise ConfigError(
+            "correction.lag with trainer.max_staleness=0: every token is sampled by the weights it is trained on, so "
+            "lag is exactly 1; remove the bounds or raise trainer.max_staleness"
+        )
+
+
+def _refuse_impossible_sizes(config: Config) -> None:
+    trainer = config.trainer
+    if trainer.group_size == 1 and config.advantages.kind in ("group_relative", "leave_one_out"):
+        raise ConfigError(
+            f"trainer.group_size=1 with advantages.kind={config.advantages.kind}: a response compared with itself has "
+            "advantage 0; use at least 2, or advantages.kind=reinforce_pp"
+        )
+    if config.queue.capacity_groups < trainer.groups_per_batch:
+        raise ConfigError(
+            f"queue.capacity_groups={config.queue.capacity_groups} is below trainer.groups_per_batch="
+            f"{trainer.groups_per_batch}; a batch could never be full"
+        )
+    sequence_len = config.task.max_prompt_tokens + config.rollout.max_response_tokens
+    if sequence_len > config.model.max_position_embeddings:
+        raise ConfigError(
+            f"task.max_prompt_tokens={config.task.max_prompt_tokens} + rollout.max_response_tokens="
+            f"{config.rollout.max_response_tokens} exceed model.max_position_embeddings="
+            f"{config.model.max_position_embeddings}"
+        )
+    rows_per_micro_batch(sequence_len, trainer.micro_batch_tokens)

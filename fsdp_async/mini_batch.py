@@ -1,0 +1,84 @@
+"""Mini-batches: which rows one optimizer step sees, and its loss over micro-batches.
+
+Owns the split into mini-batches and the counts that make the loss independent of micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_async.is_correction import CorrectionConfig, compute_correction
+from fsdp_async.losses import GlobalCounts, LossConfig, PolicyLoss, policy_loss
+from fsdp_async.types import TrainBatch
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Rows of one optimizer step, or of one of its micro-batches. Tensors [b,T], `advantages` [b].
+
+    `inner_correction` is set where weights depend on the policy being trained (anchor `bypass` with REINFORCE);
+    `weights` is None then. `counts` belong to the whole step on all ranks, whatever rows are selected.
+    """
+
+    batch: TrainBatch
+    old_log_prob: Tensor
+    advantages: Tensor
+    kept_mask: Tensor
+    weights: Tensor | None
+    denominator_mask: Tensor
+    counts: GlobalCounts
+    inner_correction: CorrectionConfig | None = None
+
+    def rows(self, index: Tensor) -> MiniBatch:
+        """The same step restricted to the rows in `index` (int64)."""
+        return MiniBatch(
+            batch=self.batch.rows(index),
+            old_log_prob=self.old_log_prob[index],
+            advantages=self.advantages[index],
+            kept_mask=self.kept_mask[index],
+            weights=None if self.weights is None else self.weights[index],
+            denominator_mask=self.denominator_mask[index],
+            counts=self.counts,
+            inner_correction=self.inner_correction,
+        )
+
+    def loss(self, log_prob: Tensor, config: LossConfig) -> PolicyLoss:
+        """Policy loss of these rows; `log_prob` [b,T] carries the gradient."""
+        weights, kept_mask, denominator_mask = self.weights, self.kept_mask, self.denominator_mask
+        if self.inner_correction is not None:
+            inner = compute_correction(
+                log_prob.detach(), self.batch.rollout_log_prob, self.batch.response_mask, self.inner_correction
+            )
+            weights, kept_mask = inner.weights, inner.kept_mask
+        return policy_loss(
+            log_prob,
+            self.old_log_prob,
+            self.advantages,
+            kept_mask,
+            config,
+            weights=weights,
+            denominator_mask=denominator_mask,
+            global_counts=self.counts,
+        )
+
+
+def split_rows(group_ids: Tensor, num_mini_batches: int) -> list[Tensor]:
+    """Deal whole groups, in order and as evenly as possible, into at most `num_mini_batches` sets of row indices."""
+    groups = torch.tensor(sorted(set(group_ids.tolist())), dtype=group_ids.dtype)
+    shares = groups.tensor_split(min(num_mini_batches, max(1, len(groups))))
+    return [torch.isin(group_ids, share).nonzero().squeeze(1) for share in shares]
+
+
+def count_globally(mask: Tensor, group: ProcessGroup | None) -> GlobalCounts:
+    """Tokens and non-empty rows under `mask` [b,T], summed over the ranks of `group`."""
+    counts = torch.stack([mask.sum(), mask.any(dim=1).sum()])
+    size = 1
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+        size = dist.get_world_size(group)
+    return GlobalCounts(num_tokens=int(counts[0]), num_rows=int(counts[1]), data_parallel_size=size)

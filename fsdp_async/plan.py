@@ -1,0 +1,155 @@
+"""The effective plan: what a run will do, in words, before it does it.
+
+Owns sentences only: which forward computes which policy under which version, what is clipped, what is weighted, how
+many bytes the cache may take and which staleness can occur.
+"""
+
+from __future__ import annotations
+
+from fsdp_async.config import Config
+from fsdp_async.correction_config import Bounds, Rejection
+
+BYTES_PER_PARAMETER = 4
+
+
+def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
+    """One sentence a line; `num_parameters` are those of the whole model, tied ones counted once."""
+    return [
+        _generation(config),
+        _batches(config),
+        _behaviour(config),
+        _anchor(config),
+        _correction(config),
+        _loss(config),
+        _staleness(config),
+        _cache(config, num_parameters),
+        _canary(config),
+    ]
+
+
+def _generation(config: Config) -> str:
+    where = {"process": "a child process", "thread": "a thread of this process"}[config.rollout.engine]
+    return (
+        f"rollout: {where} samples {config.trainer.group_size} answers of at most {config.rollout.max_response_tokens} "
+        f"tokens to each prompt at temperature {config.rollout.temperature:g}; mu = log-probs of that engine"
+    )
+
+
+def _batches(config: Config) -> str:
+    trainer = config.trainer
+    rows = trainer.groups_per_batch * trainer.group_size
+    skipped = (
+        "groups without reward variance are consumed but not trained on"
+        if trainer.skip_zero_variance
+        else ("groups without reward variance are forwarded too, with advantage 0")
+    )
+    return (
+        f"batches: {trainer.num_batches} of {trainer.groups_per_batch} groups ({rows} responses), up to "
+        f"{trainer.mini_batches} optimizer steps each; weights are published every {trainer.sync_every} batch(es); "
+        f"{skipped}"
+    )
+
+
+def _behaviour(config: Config) -> str:
+    if config.trainer.anchor == "bypass":
+        return "behaviour_log_prob: not computed, except for the canary (the first responses of each version)"
+    return "behaviour_log_prob: one eval-mode forward of every row under each version that sampled it (state cache)"
+
+
+def _anchor(config: Config) -> str:
+    trainer = config.trainer
+    text = {
+        "behaviour": "behaviour_log_prob itself, no forward of its own; lag is exactly 1 and not reported",
+        "last_sync": "a second forward under the newest published version",
+        "current": "a second forward under the live weights when the batch is taken",
+        "bypass": "rollout_log_prob (mu), no forward; mismatch and lag stay inside the clipped ratio",
+    }[trainer.anchor]
+    if trainer.anchor == "last_sync" and trainer.sync_every == 1:
+        text += "; with trainer.sync_every=1 these are the live weights, so this equals anchor `current`"
+    return f"old_log_prob (anchor {trainer.anchor}): {text}"
+
+
+def _correction(config: Config) -> str:
+    correction = config.correction
+    parts = [
+        f"{name} weight: {_bounds(bounds)}"
+        for name, bounds in (
+            ("mismatch pi_b/mu", correction.mismatch),
+            ("lag pi_p/pi_b", correction.lag),
+            ("combined pi_p/mu", correction.combined),
+        )
+        if bounds is not None
+    ]
+    parts += [_rejection(rejection) for rejection in correction.rejections]
+    if not parts:
+        return "correction: none; the loss is not weighted"
+    inside = config.trainer.anchor == "bypass" and config.loss.kind == "reinforce"
+    if inside:
+        parts.append("formed inside the loss as pi/mu, micro-batch by micro-batch; advantages over all responses")
+    if correction.batch_normalize:
+        parts.append("divided by its mean over the whole batch")
+    parts.append(
+        f"denominator of the loss: {correction.denominator} tokens; non-finite log-probs: {correction.nonfinite}"
+    )
+    return "correction: " + "; ".join(parts)
+
+
+def _bounds(bounds: Bounds) -> str:
+    lower = "-" if bounds.lower is None else f"{bounds.lower:g}"
+    upper = "-" if bounds.upper is None else f"{bounds.upper:g}"
+    return f"{bounds.level} level, {bounds.mode} to [{lower}, {upper}]"
+
+
+def _rejection(rejection: Rejection) -> str:
+    lower = "-" if rejection.lower is None else f"{rejection.lower:g}"
+    upper = "-" if rejection.upper is None else f"{rejection.upper:g}"
+    what = "tokens" if rejection.aggregate == "token" else "responses"
+    value = f"{rejection.aggregate} {rejection.factor} {rejection.statistic}"
+    return f"rejects {what} whose {value} is outside [{lower}, {upper}]"
+
+
+def _loss(config: Config) -> str:
+    loss, trainer = config.loss, config.trainer
+    if loss.kind == "reinforce":
+        return f"loss: reinforce, no clip; {loss.aggregate}"
+    clip = f"pi/old clipped to [{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
+    if loss.dual_clip is not None:
+        clip += f", dual clip {loss.dual_clip:g} for negative advantages"
+    live = trainer.anchor == "current" or (trainer.anchor == "last_sync" and trainer.sync_every == 1)
+    if live and trainer.mini_batches == 1:
+        clip += ", BUT IT CANNOT ACT: the anchor is the live policy and there is one mini-batch, so the ratio is 1"
+    elif live:
+        clip += ", which acts from the second mini-batch on (the first has ratio 1)"
+    return f"loss: ppo_clip, {clip}; {loss.aggregate}"
+
+
+def _staleness(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.max_staleness == 0:
+        alone = " this is the synchronous loop" if trainer.sync_every == 1 else ""
+        return f"staleness: 0, engine and trainer take turns at each publication;{alone}"
+    return (
+        f"staleness: 0 to {trainer.max_staleness} versions, by admission (at most {config.queue.capacity_groups} "
+        "groups "
+        "outstanding); older groups would be dropped and counted"
+    )
+
+
+def _cache(config: Config, num_parameters: int) -> str:
+    versions = config.trainer.max_staleness + 2
+    num_bytes = versions * num_parameters * BYTES_PER_PARAMETER
+    return (
+        f"state cache: at most {versions} versions of {num_parameters:,} float32 parameters, plus one parking place "
+        "while "
+        f"visiting: {num_bytes + num_parameters * BYTES_PER_PARAMETER:,} bytes over all ranks; a version nobody "
+        "asks for "
+        "is not copied"
+    )
+
+
+def _canary(config: Config) -> str:
+    return (
+        "canary: the first responses of each version must agree with the trainer to "
+        f"{config.trainer.canary_bound_nats:g} "
+        "nats on average, or the run stops before it trains on them"
+    )

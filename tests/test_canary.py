@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from builders import random_batch
+
+from fsdp_async.canary import Canary
+from fsdp_async.errors import CanaryError
+
+
+def test_each_version_is_measured_once_on_its_own_tokens():
+    batch = random_batch(versions=(1, 2))
+    behaviour = torch.where(batch.versions == 2, batch.rollout_log_prob + 0.25, batch.rollout_log_prob - 0.125)
+    canary = Canary(0.5)
+    assert canary.check(batch, behaviour, engine="engine-0") == {1: 0.125, 2: 0.25}
+    assert canary.unseen(batch) == []
+    assert canary.check(batch, behaviour + 9, engine="engine-0") == {}
+
+
+def test_wrong_weights_stop_the_run_naming_version_engine_and_gap():
+    batch = random_batch(versions=(4,))
+    with pytest.raises(CanaryError, match=r"version 4, engine-7: .* 66 nats .*bound 0\.1"):
+        Canary(0.1).check(batch, batch.rollout_log_prob + 66, engine="engine-7")
+
+
+def test_a_version_that_failed_is_still_unseen():
+    batch = random_batch(versions=(4,))
+    canary = Canary(0.1)
+    with pytest.raises(CanaryError):
+        canary.check(batch, batch.rollout_log_prob + 66, engine="e")
+    assert canary.unseen(batch) == [4]
+
+
+def test_a_single_token_without_a_log_prob_does_not_hide_the_others():
+    batch = random_batch(versions=(1,))
+    behaviour = batch.rollout_log_prob + 0.25
+    behaviour[0, 0] = float("nan")
+    assert Canary(0.5).check(batch, behaviour, engine="e") == {1: 0.25}
+
+
+def test_a_version_of_nothing_but_nan_fails():
+    batch = random_batch(versions=(1,))
+    with pytest.raises(CanaryError, match="nan nats"):
+        Canary(0.5).check(batch, batch.rollout_log_prob * float("nan"), engine="e")

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+
+from fsdp_async.config import parse_config
+from fsdp_async.plan import effective_plan
+
+TOKEN_TIS = {"level": "token", "mode": "truncate", "upper": 2.0}
+
+
+def _line(mapping, name):
+    lines = effective_plan(parse_config(mapping), num_parameters=1000)
+    return next(line for line in lines if line.startswith(name))
+
+
+def test_a_clip_that_cannot_act_is_said_in_words():
+    text = _line({"trainer": {"anchor": "current", "mini_batches": 1}}, "loss")
+    assert "CANNOT ACT" in text
+    assert "ratio is 1" in text
+
+
+def test_a_live_anchor_says_from_where_on_the_clip_acts():
+    assert "from the second mini-batch on" in _line({"trainer": {"anchor": "current"}}, "loss")
+
+
+@pytest.mark.parametrize("anchor", ["behaviour", "bypass"])
+def test_an_anchor_at_the_sampling_policy_promises_nothing_about_the_clip(anchor):
+    text = _line({"trainer": {"anchor": anchor, "mini_batches": 1}}, "loss")
+    assert "CANNOT ACT" not in text
+    assert "clipped to [0.8, 1.2]" in text
+
+
+def test_an_unset_anchor_is_the_behaviour_policy():
+    assert _line({}, "old_log_prob").startswith("old_log_prob (anchor behaviour)")
+
+
+def test_last_sync_at_every_batch_says_that_it_is_the_live_policy():
+    assert "equals anchor `current`" in _line({"trainer": {"anchor": "last_sync"}}, "old_log_prob")
+    assert "equals" not in _line({"trainer": {"anchor": "last_sync", "sync_every": 2}}, "old_log_prob")
+
+
+def test_each_weight_names_its_factor_and_bounds():
+    text = _line({"correction": {"mismatch": TOKEN_TIS}}, "correction")
+    assert "mismatch pi_b/mu weight: token level, truncate to [-, 2]" in text
+    assert "not weighted" in _line({}, "correction")
+
+
+def test_the_cache_states_the_bytes_it_may_take():
+    # versions 0..max_staleness+1 may be alive at once, plus one parking place: (3 + 2 + 1) * 1000 * 4 bytes.
+    assert "24,000 bytes" in _line({"trainer": {"max_staleness": 3}}, "state cache")
+
+
+def test_the_synchronous_loop_is_called_by_its_name():
+    assert "synchronous loop" in _line({"trainer": {"max_staleness": 0}}, "staleness")

@@ -1,0 +1,270 @@
+"""The loop with fakes for everything around it: order, bounds, conservation, endings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from builders import response
+
+from fsdp_async.errors import CanaryError, EngineDiedError, NonFiniteError
+from fsdp_async.learner import PreparedBatch, UpdateReport
+from fsdp_async.metrics import Statistics
+from fsdp_async.rollout import SamplingParams
+from fsdp_async.sample_queue import SampleQueue
+from fsdp_async.timeline import Timeline
+from fsdp_async.trainer import AsyncTrainer, TrainerConfig, TrainerParts
+from fsdp_async.types import Prompt, ResponseGroup
+
+CONFIG = TrainerConfig(num_batches=6, groups_per_batch=2, group_size=2, mini_batches=1, max_staleness=1, eval_every=100)
+SAMPLING = SamplingParams(num_samples=2, max_response_tokens=4, temperature=1.0, eos_token_id=1, pad_token_id=0)
+
+
+class FakeEngine:
+    """Answers `per_poll` prompts a poll under the version loaded last; may be told to fail or to lie."""
+
+    name = "fake-engine"
+
+    def __init__(self, *, per_poll=100, gap=0.0, fail_after=None):
+        self.version = None
+        self.submitted_version = None
+        self.waiting = []
+        self.per_poll = per_poll
+        self.gap = gap
+        self.polls_left = fail_after
+
+    def submit(self, prompts, params):
+        self.waiting += [(prompt, self.version) for prompt in prompts]
+
+    def poll(self, timeout_s):
+        if self.polls_left is not None:
+            self.polls_left -= 1
+            if self.polls_left < 0:
+                raise EngineDiedError("fake-engine died")
+        batch, self.waiting = self.waiting[: self.per_poll], self.waiting[self.per_poll :]
+        return [self._answer(prompt, submitted) for prompt, submitted in batch]
+
+    def _answer(self, prompt, submitted):
+        answers = tuple(
+            dataclasses.replace(response(prompt.prompt_id, i, [5, 6, 1], spans=((self.version, None),)), reward=None)
+            for i in range(2)
+        )
+        return ResponseGroup(prompt, answers, submitted)
+
+    def drain_busy_spans(self):
+        return []
+
+
+class FakeLearner:
+    """Keeps the books that the trainer asks for, without a model."""
+
+    def __init__(self, engine, *, outcome=None):
+        self.engine = engine
+        self.model = torch.nn.Linear(1, 1)
+        self.cache = FakeCache()
+        self.batches = []
+        self.outcome = outcome or (lambda step: (1, 0))
+
+    def behaviour_log_probs(self, batch):
+        missing = set(batch.versions[batch.response_mask].tolist()) - self.cache.kept
+        assert not missing, f"versions {missing} were dropped while still referenced"
+        return batch.rollout_log_prob + self.engine.gap
+
+    def prepare(self, batch, *, published_version, behaviour_log_prob):
+        self.batches.append((published_version, batch))
+        old = batch.rollout_log_prob if behaviour_log_prob is None else behaviour_log_prob
+        correction = SimpleNamespace(kept_mask=batch.response_mask, weights=None, metrics=dict)
+        rows = torch.arange(batch.num_rows)
+        return PreparedBatch(batch, behaviour_log_prob, old, correction, batch.rewards, rows, 0)
+
+    def update(self, prepared):
+        num_steps, num_skipped = self.outcome(len(self.batches))
+        self.cache.on_optimizer_step(num_steps)
+        mask = prepared.batch.response_mask
+        reasons = ("the gradient norm is nan",) * num_skipped
+        return UpdateReport(prepared.old_log_prob, mask, Statistics(), num_steps, num_skipped, reasons, 1.0, 1e-4)
+
+
+class FakeCache:
+    """Which versions are kept, and how many copies a lazy cache would have made."""
+
+    nbytes = 0
+
+    def __init__(self):
+        self.kept = set()
+        self.lazy = set()
+        self.num_copies = 0
+
+    @property
+    def versions(self):
+        return sorted(self.kept)
+
+    def snapshot(self, version, *, lazy):
+        self.kept.add(version)
+        self.lazy.add(version)
+
+    def retain(self, versions):
+        self.kept &= set(versions)
+        self.lazy &= self.kept
+
+    def on_optimizer_step(self, num_steps):
+        if num_steps:
+            self.num_copies += len(self.lazy)
+            self.lazy.clear()
+
+
+class FakePublisher:
+    def __init__(self, engine):
+        self.engine = engine
+
+    def publish(self, version, tensors):
+        list(tensors)
+        self.engine.version = version
+
+
+def _trainer(config=CONFIG, *, capacity=4, outcome=None, **engine_options):
+    engine = FakeEngine(**engine_options)
+    learner = FakeLearner(engine, outcome=outcome)
+    events = []
+    parts = TrainerParts(
+        learner=learner,
+        engine=engine,
+        publisher=FakePublisher(engine),
+        queue=SampleQueue(
+            capacity_groups=capacity,
+            groups_per_batch=config.groups_per_batch,
+            sync_every=config.sync_every,
+            max_staleness=config.max_staleness,
+        ),
+        prompts=(Prompt(f"p{i}", (5,), "test") for i in itertools.count()),
+        reward=SimpleNamespace(score=lambda prompt, answer: 1.0),
+        sampling=SAMPLING,
+        evaluate=lambda: 0.5,
+        timeline=Timeline(),
+        observers=(lambda event, step, values: events.append({"event": event, "step": step, **values}),),
+    )
+    return AsyncTrainer(parts, config), learner, events
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("per_poll", [1, 3, 100])
+def test_no_token_is_ever_staler_than_the_bound(max_staleness, sync_every, per_poll):
+    config = dataclasses.replace(CONFIG, max_staleness=max_staleness, sync_every=sync_every)
+    trainer, learner, events = _trainer(config, capacity=5, per_poll=per_poll)
+    assert trainer.run()
+    staleness = [published - int(batch.versions.max()) for published, batch in learner.batches]
+    oldest = [published - int(batch.versions[batch.response_mask].min()) for published, batch in learner.batches]
+    assert min(staleness) >= 0
+    assert max(oldest) <= max_staleness
+    assert [e["staleness_max"] for e in events if e["event"] == "step"] == oldest
+
+
+def test_a_slow_engine_and_room_in_the_queue_do_reach_staleness():
+    _, _, events = (built := _trainer(capacity=3, per_poll=3))
+    built[0].run()
+    assert max(e["staleness_max"] for e in events if e["event"] == "step") == 1
+    assert any(len(e["behaviour_versions"]) == 2 for e in events if e["event"] == "step")
+
+
+def test_the_ledger_balances_at_every_event_and_all_samples_are_consumed():
+    trainer, _, events = _trainer()
+    assert trainer.run()
+    for event in events:
+        ledger = event["ledger"]
+        assert ledger["submitted"] == ledger["produced"] + ledger["in_flight"]
+        assert ledger["produced"] == ledger["consumed"] + ledger["dropped"] + ledger["queued"]
+    assert events[-1]["event"] == "end"
+    assert events[-1]["ledger"]["consumed"] == 6 * 2 * 2 == events[-1]["ledger"]["submitted"]
+
+
+def test_every_sample_is_trained_on_once_in_the_order_of_submission():
+    trainer, learner, _ = _trainer(per_poll=1)
+    trainer.run()
+    assert sum(batch.num_rows for _, batch in learner.batches) == 6 * 2 * 2
+
+
+def test_version_zero_is_published_before_the_first_prompt_and_then_one_every_sync():
+    trainer, _, events = _trainer(dataclasses.replace(CONFIG, num_batches=5, sync_every=2))
+    trainer.run()
+    publications = [(e["step"], e["version"]) for e in events if e["event"] == "publication"]
+    assert publications == [(0, 0), (2, 1), (4, 2), (5, 3)]
+
+
+def test_the_synchronous_loop_copies_no_version():
+    config = dataclasses.replace(CONFIG, max_staleness=0)
+    trainer, learner, _ = _trainer(config)
+    trainer.run()
+    assert learner.cache.num_copies == 0
+
+
+def test_versions_that_nothing_refers_to_are_dropped():
+    trainer, learner, _ = _trainer()
+    trainer.run()
+    assert len(learner.cache.kept) <= CONFIG.max_staleness + 2
+
+
+def test_a_request_to_stop_ends_between_steps_with_everything_accounted_for():
+    trainer, learner, events = _trainer(dataclasses.replace(CONFIG, num_batches=100))
+    learner.outcome = lambda step: (trainer.request_stop() if step == 3 else None, (1, 0))[1]
+    assert trainer.run() is False
+    end = events[-1]
+    assert (end["event"], end["outcome"]) == ("end", "interrupted")
+    assert len(learner.batches) == 3
+    assert end["ledger"]["queued"] == end["ledger"]["in_flight"] == 0
+    assert end["ledger"]["submitted"] == end["ledger"]["consumed"] + end["ledger"]["dropped"]
+
+
+def test_wrong_engine_weights_stop_the_run_before_anything_is_trained_on():
+    trainer, learner, events = _trainer(gap=66.0)
+    with pytest.raises(CanaryError, match="version 0, fake-engine"):
+        trainer.run()
+    assert learner.batches == []
+    assert events[-1]["outcome"] == "failed"
+
+
+def test_bypass_shows_the_canary_only_the_rows_of_new_versions():
+    trainer, learner, events = _trainer(dataclasses.replace(CONFIG, anchor="bypass"))
+    shown = []
+    forward = learner.behaviour_log_probs
+    learner.behaviour_log_probs = lambda batch: (shown.append(batch.num_rows), forward(batch))[1]
+    trainer.run()
+    gaps = [version for e in events if e["event"] == "step" for version in e["canary_gap_nats"]]
+    assert len(gaps) == len(set(gaps))
+    assert sum(shown) < sum(batch.num_rows for _, batch in learner.batches) or len(gaps) == len(shown)
+
+
+def test_a_dead_engine_ends_the_run_with_its_error_and_a_balanced_ledger():
+    trainer, _, events = _trainer(fail_after=2)
+    with pytest.raises(EngineDiedError, match="fake-engine died"):
+        trainer.run()
+    assert events[-1]["outcome"] == "failed"
+    assert events[-1]["ledger"]["in_flight"] == 0
+
+
+def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
+    trainer, _, events = _trainer(outcome=lambda step: (0, 1) if step > 1 else (1, 0))
+    with pytest.raises(NonFiniteError, match=r"4 optimizer steps in a row .*max_skipped_steps=3.*norm is nan"):
+        trainer.run()
+    assert [e["num_skipped_steps"] for e in events if e["event"] == "step"] == [0, 1, 1, 1, 1]
+
+
+def test_a_good_step_forgives_earlier_skips():
+    trainer, _, events = _trainer(outcome=lambda step: (step % 3 == 0, step % 3 != 0))
+    assert trainer.run()
+    assert sum(e["num_skipped_steps"] for e in events if e["event"] == "step") == 4
+
+
+def test_a_recorded_batch_holds_what_every_factor_is_computed_from():
+    recorded = {}
+    trainer, _, _ = _trainer()
+    trainer.parts = dataclasses.replace(
+        trainer.parts, record_batch=lambda step, tensors: recorded.update({step: tensors})
+    )
+    trainer.run()
+    assert sorted(recorded) == [1, 2, 3, 4, 5, 6]
+    names = {"rollout_log_prob", "behaviour_log_prob", "old_log_prob", "log_prob", "trained_mask", "versions"}
+    assert names <= recorded[1].keys()
