@@ -61,7 +61,7 @@ class View(Protocol):
 
 def plan_lines(config: Config) -> list[str]:
     """The effective plan of `config`; parameters are counted on a model without memory."""
-    task = build_task(config.task, seed=config.run.seed)
+    task = _task(config)
     with torch.device("meta"):
         net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed)
     return effective_plan(config, num_parameters=sum(p.numel() for p in net.parameters()))
@@ -74,7 +74,7 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
         RunDirectoryError: the directory is in use, or not empty and `run.overwrite` is false.
         FsdpAsyncError: whatever ended the run; what was done until then is on disk.
     """
-    task = build_task(config.task, seed=config.run.seed)
+    task = _task(config)
     warm_start = find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
     lines = plan_lines(config)
     with RunDirectory(Path(config.run.output_dir), overwrite=config.run.overwrite) as directory:
@@ -100,6 +100,12 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
             finally:
                 summary = recorder.finish()
         return summary
+
+
+def _task(config: Config) -> Task:
+    task = build_task(config.task, seed=config.run.seed)
+    task.check_answers_fit(config.rollout.max_response_tokens)
+    return task
 
 
 def _engine(config: Config, task: Task, directory: Path) -> ProcessEngine | ThreadEngine:

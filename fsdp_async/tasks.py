@@ -124,6 +124,19 @@ class Task:
                 self._position += 1
                 yield self._prompt(self._training[index], epoch)
 
+    def check_answers_fit(self, max_response_tokens: int) -> None:
+        """Refuse answers that could never be given in full.
+
+        Raises:
+            InputError: an answer, with its EOS, is longer than `max_response_tokens`; names the first one.
+        """
+        for item in (*self._training, *self._evaluation):
+            if (num_tokens := len(item.answer) + 1) > max_response_tokens:
+                raise InputError(
+                    f"{item.prompt_id}: the answer {item.answer!r} takes {num_tokens} tokens with its end, above "
+                    f"rollout.max_response_tokens={max_response_tokens}; no response could ever be right: raise it"
+                )
+
     def eval_prompts(self) -> list[Prompt]:
         """The fixed evaluation prompts, in a fixed order."""
         return [self._prompt(item, 0) for item in self._evaluation]

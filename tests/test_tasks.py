@@ -145,3 +145,10 @@ def test_an_option_of_the_other_kind_is_refused(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError, match="num_digits=3 has no effect"):
         TaskConfig(kind="jsonl", path=str(path), num_digits=3)
+
+
+def test_an_answer_that_no_response_could_hold_is_refused():
+    task = build_task(TaskConfig(num_digits=2, eval_items=5), seed=0)
+    task.check_answers_fit(3)
+    with pytest.raises(InputError, match=r"sort/\d\d: the answer '\d\d' takes 3 tokens .*max_response_tokens=2"):
+        task.check_answers_fit(2)
