@@ -47,10 +47,9 @@ class Canary:
             if not gap <= self.bound_nats:
                 raise CanaryError(
                     f"version {version}, {engine}: the engine's log-probs are {gap:.4g} nats from the trainer's "
-                    "forward "
-                    f"under the same version (bound {self.bound_nats:.4g}); the engine holds other weights than those "
-                    "published, or computes another function. Nothing of it was trained on. Look at the publication "
-                    "(names, shards, dtype) first; if engine and trainer differ by design, raise "
+                    f"forward under the same version (bound {self.bound_nats:.4g}); the engine holds other weights "
+                    "than those published, or computes another function. Nothing of it was trained on. Look at the "
+                    "publication (names, shards, dtype) first; if engine and trainer differ by design, raise "
                     "trainer.canary_bound_nats"
                 )
             gaps[version] = gap

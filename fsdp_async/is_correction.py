@@ -102,9 +102,8 @@ def _check_inputs(policies: Mapping[str, Tensor], mask: Tensor, config: Correcti
         raise InputError(f"response_mask must be bool, log-probs floating point; got {mask.dtype} and {dtypes}")
     if config.factors - {"combined"} and "behaviour" not in policies:
         raise InputError(
-            f"the correction asks for {sorted(config.factors - {'combined'})}, which need behaviour_log_prob; pass "
-            "it or "
-            "bound `combined` instead"
+            f"the correction asks for {sorted(config.factors - {'combined'})}, which need behaviour_log_prob; "
+            "pass it or bound `combined` instead"
         )
 
 

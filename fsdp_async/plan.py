@@ -38,15 +38,11 @@ def _generation(config: Config) -> str:
 def _batches(config: Config) -> str:
     trainer = config.trainer
     rows = trainer.groups_per_batch * trainer.group_size
-    skipped = (
-        "groups without reward variance are consumed but not trained on"
-        if trainer.skip_zero_variance
-        else ("groups without reward variance are forwarded too, with advantage 0")
-    )
+    fate = "consumed but not trained on" if trainer.skip_zero_variance else "forwarded too, with advantage 0"
     return (
         f"batches: {trainer.num_batches} of {trainer.groups_per_batch} groups ({rows} responses), up to "
         f"{trainer.mini_batches} optimizer steps each; weights are published every {trainer.sync_every} batch(es); "
-        f"{skipped}"
+        f"groups without reward variance are {fate}"
     )
 
 
@@ -130,8 +126,7 @@ def _staleness(config: Config) -> str:
         return f"staleness: 0, engine and trainer take turns at each publication;{alone}"
     return (
         f"staleness: 0 to {trainer.max_staleness} versions, by admission (at most {config.queue.capacity_groups} "
-        "groups "
-        "outstanding); older groups would be dropped and counted"
+        "groups outstanding); older groups would be dropped and counted"
     )
 
 
@@ -140,16 +135,13 @@ def _cache(config: Config, num_parameters: int) -> str:
     num_bytes = versions * num_parameters * BYTES_PER_PARAMETER
     return (
         f"state cache: at most {versions} versions of {num_parameters:,} float32 parameters, plus one parking place "
-        "while "
-        f"visiting: {num_bytes + num_parameters * BYTES_PER_PARAMETER:,} bytes over all ranks; a version nobody "
-        "asks for "
-        "is not copied"
+        f"while visiting: {num_bytes + num_parameters * BYTES_PER_PARAMETER:,} bytes over all ranks; a version "
+        "nobody asks for is not copied"
     )
 
 
 def _canary(config: Config) -> str:
     return (
         "canary: the first responses of each version must agree with the trainer to "
-        f"{config.trainer.canary_bound_nats:g} "
-        "nats on average, or the run stops before it trains on them"
+        f"{config.trainer.canary_bound_nats:g} nats on average, or the run stops before it trains on them"
     )

@@ -179,11 +179,9 @@ class BucketPublisher:
                 engine.wait_loaded(version, bucket, self._timeout_s)
             except EngineTimeoutError as error:
                 raise EngineTimeoutError(
-                    f"publication of version {claim[0]}, bucket {claim[1]}: the trainer waited {self._timeout_s:g} "
-                    "s for "
-                    f"{engine.name} to copy bucket {bucket} of version {version} ({error}); the engine is busy, "
-                    "stopped "
-                    "or deadlocked. Look at its stack, or raise rollout.answer_timeout_s"
+                    f"publication of version {claim[0]}, bucket {claim[1]}: the trainer waited {self._timeout_s:g} s "
+                    f"for {engine.name} to copy bucket {bucket} of version {version} ({error}); the engine is busy, "
+                    "stopped or deadlocked. Look at its stack, or raise rollout.answer_timeout_s"
                 ) from error
 
 
