@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 
+from fsdp_async import trainer as trainer_module
 from fsdp_async.advantages import compute_advantages
 from fsdp_async.batching import collate
 from fsdp_async.config import parse_config
+from fsdp_async.errors import CanaryError
 from fsdp_async.generation import generate
 from fsdp_async.losses import policy_loss
 from fsdp_async.modeling import build_model, build_optimizer, response_log_prob
@@ -329,3 +331,24 @@ def test_each_anchor_and_loss_runs_and_reports_the_factors_it_has(tmp_path, anch
     assert (summary["lag_kl_k3_mean"] is None) == (anchor in ("behaviour", "bypass"))
     assert summary["mismatch_kl_k3_mean"] < FP32_TOLERANCE**2
     assert summary["update_kl_k3_mean"] > 0
+
+
+def test_an_engine_that_was_given_wrong_weights_is_found_before_its_tokens_are_trained_on(tmp_path, monkeypatch):
+    honest = trainer_module.full_tensors
+    num_publications = 0
+
+    def sometimes_wrong(model):
+        nonlocal num_publications
+        num_publications += 1
+        for name, tensor in honest(model):
+            yield name, tensor.flip(0) if num_publications == 3 else tensor
+
+    monkeypatch.setattr(trainer_module, "full_tensors", sometimes_wrong)
+    config = _config(tmp_path, rollout={"engine": "thread"})
+    with pytest.raises(CanaryError, match=r"version 2, engine-0: the engine's log-probs are \d"):
+        run_training(config, Quiet())
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    for tensors in _batches(tmp_path / "run"):
+        assert tensors["versions"].max() < 2
+    assert summary["samples_produced"] == summary["samples_consumed"] + summary["samples_dropped"]

@@ -170,6 +170,28 @@ def test_a_slow_engine_and_room_in_the_queue_do_reach_staleness():
     assert any(len(e["behaviour_versions"]) == 2 for e in events if e["event"] == "step")
 
 
+def test_staleness_is_that_of_each_token_not_of_its_response():
+    trainer, _, events = _trainer(dataclasses.replace(CONFIG, num_batches=3, max_staleness=2), capacity=6, per_poll=2)
+    engine = trainer.parts.engine
+
+    def answer(prompt, submitted):
+        spans = ((max(0, engine.version - 1), 2), (engine.version, None))
+        answers = tuple(
+            dataclasses.replace(response(prompt.prompt_id, i, [5, 6, 1], spans=spans), reward=None) for i in range(2)
+        )
+        return ResponseGroup(prompt, answers, submitted)
+
+    engine._answer = answer
+    trainer.run()
+    # Four responses a batch; each has two tokens of the version before and one of its own (both 0 in the first batch).
+    totals = [(e["staleness_total"], e["staleness_max"], e["num_tokens"]) for e in events if e["event"] == "step"]
+    assert totals[0] == (0, 0, 12)
+    for (total, most, _), event in zip(totals[1:], [e for e in events if e["event"] == "step"][1:], strict=True):
+        newest = max(event["behaviour_versions"])
+        assert most == event["version"] - min(event["behaviour_versions"])
+        assert total == 8 * (event["version"] - newest + 1) + 4 * (event["version"] - newest)
+
+
 def test_the_ledger_balances_at_every_event_and_all_samples_are_consumed():
     trainer, _, events = _trainer()
     assert trainer.run()
