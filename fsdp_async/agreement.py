@@ -1,7 +1,8 @@
 """Ranks that must act together say what they are about to do, and compare.
 
-Owns: a CPU process group of its own (messages never interleave with the model's collectives), one small
-all-gather per operation, and the errors that come of it.
+Owns: a CPU process group beside the model's (messages never interleave with the model's collectives; agreements over
+the same ranks share it and are told apart by number), one small all-gather per operation, and the errors that come of
+it.
 
 Promises: either every rank proceeds with the same operation on the same version, or every rank that arrived
 raises; a failure of one rank becomes an error on all instead of a hang; ranks that do not arrive are given up
@@ -13,7 +14,7 @@ Does not: undo anything (callers compare before they write) or move tensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
@@ -31,29 +32,30 @@ MAX_TEXT_CHARS = 300
 """Of operation and error each: JSON takes at most 6 bytes a character, and both must fit."""
 
 
-_part_groups: dict[tuple[tuple[int, ...], float], dist.ProcessGroup] = {}
-"""Groups of a part of the world, by ranks and timeout; kept until the world ends. See `_group_of_part`."""
+_groups: dict[tuple[tuple[int, ...], float], dist.ProcessGroup] = {}
+"""Groups by ranks and timeout; kept until the world ends. See `_group_of`."""
+
+_num_agreements: dict[tuple[tuple[int, ...], float], int] = {}
+"""How many agreements each of those groups has served."""
 
 
-def _new_group(ranks: Sequence[int], timeout_s: float, *, is_part: bool = False) -> dist.ProcessGroup:
-    group = dist.new_group(
-        list(ranks), timedelta(seconds=timeout_s), "gloo", use_local_synchronization=is_part,
-        group_desc="fsdp_async agreement",
-    )  # fmt: skip
-    if not isinstance(group, dist.ProcessGroup):
-        raise InputError(f"rank {dist.get_rank()} is none of the ranks {list(ranks)} that hold the model")
-    return group
+def _group_of(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+    """The group of `ranks`, made once and never destroyed.
 
-
-def _group_of_part(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
-    """A group that only its members create, once.
-
-    PyTorch names such a group by its ranks and the number of groups, so that a second one after the first was
-    destroyed would meet the first one's addresses in the store and fail to connect.
+    Making a group while the last one is being destroyed can fail in gloo with "connection closed by peer". PyTorch
+    names a group of a part of the world by its ranks and the number of groups, so that a second one after the first
+    was destroyed would meet the first one's addresses in the store, too.
     """
-    group = _part_groups.get((ranks, timeout_s))
+    group = _groups.get((ranks, timeout_s))
     if group is None or not _is_alive(group):
-        group = _part_groups[ranks, timeout_s] = _new_group(ranks, timeout_s, is_part=True)
+        made = dist.new_group(
+            list(ranks), timedelta(seconds=timeout_s), "gloo", group_desc="fsdp_async agreement",
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )  # fmt: skip
+        if not isinstance(made, dist.ProcessGroup):
+            raise InputError(f"rank {dist.get_rank()} is none of the ranks {list(ranks)} that hold the model")
+        group = _groups[ranks, timeout_s] = made
+        _num_agreements[ranks, timeout_s] = 0
     return group
 
 
@@ -83,10 +85,11 @@ class RankAgreement:
         self._timeout_s = timeout_s
         self._broken: str | None = None
         self._group: dist.ProcessGroup | None = None
-        self._is_shared = False
+        self._number = 0
         if len(ranks) > 1:
-            self._is_shared = len(ranks) < dist.get_world_size()
-            self._group = _group_of_part(tuple(ranks), timeout_s) if self._is_shared else _new_group(ranks, timeout_s)
+            key = (tuple(ranks), timeout_s)
+            self._group = _group_of(*key)
+            self._number = _num_agreements[key] = _num_agreements[key] + 1
 
     def compare(self, operation: str, error: Exception | None = None) -> None:
         """Proceed only if all ranks are about to do `operation` and none has failed.
@@ -104,9 +107,14 @@ class RankAgreement:
                 raise error
             return
         reason = None if error is None else f"{type(error).__name__}: {error}"[:MAX_TEXT_CHARS]
-        told = self._exchange({"operation": operation[:MAX_TEXT_CHARS], "error": reason}, operation)
-        if len({message["operation"] for message in told}) > 1:
-            asked = "; ".join(f"rank {r}: {m['operation']}" for r, m in zip(self.ranks, told, strict=True))
+        mine = {"operation": operation[:MAX_TEXT_CHARS], "error": reason, "number": str(self._number)}
+        told = self._exchange(mine, operation)
+        if len({(message["operation"], message["number"]) for message in told}) > 1:
+            several = len({message["number"] for message in told}) > 1
+            asked = "; ".join(
+                f"rank {r}: {m['operation']}" + (f" of cache {m['number']}" if several else "")
+                for r, m in zip(self.ranks, told, strict=True)
+            )
             raise RankDisagreementError(
                 f"ranks asked for different things: {asked}. Nothing was changed. Visits, snapshots and restores are "
                 "collective: call them on every rank, in the same order, with the same version"
@@ -147,9 +155,7 @@ class RankAgreement:
         return self._group
 
     def close(self) -> None:
-        """Give the group back; idempotent, and harmless after the world is gone."""
-        if self._group is not None and not self._is_shared and _is_alive(self._group):
-            dist.destroy_process_group(self._group)
+        """Leave the group to the next agreement over these ranks; idempotent."""
         self._group = None
 
     def _exchange(self, message: dict[str, str | None], operation: str) -> list[dict[str, str | None]]:

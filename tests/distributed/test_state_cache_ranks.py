@@ -94,6 +94,22 @@ def the_cache_shares_a_cpu_group_of_its_ranks(rank, world_size):
     cache.close()
 
 
+def ranks_that_visit_different_caches_all_get_an_error(rank, world_size):
+    if world_size == 1:
+        return
+    models = [sharded(world_size), sharded(world_size)]
+    caches = [StateCache(model, CacheConfig(agreement_timeout_s=30)) for model in models]
+    for cache in caches:
+        cache.snapshot(1)
+    before = [bits(model) for model in models]
+    with pytest.raises(RankDisagreementError, match=r"rank 0: at\(1\) of cache \d+; rank 1: at\(1\) of cache \d+"):
+        output_at(caches[min(rank, 1)], 1)
+    assert all(same(bits(model), bits_before) for model, bits_before in zip(models, before, strict=True))
+    for cache in caches:
+        output_at(cache, 1)
+        cache.close()
+
+
 def a_part_of_the_ranks_may_have_a_cache_of_its_own(rank, world_size):
     """Ranks that hold no part of the model construct nothing and are not waited for."""
     mesh = init_device_mesh("cpu", (world_size // 2 or 1, min(world_size, 2)), mesh_dim_names=("pair", "shard"))
@@ -132,6 +148,7 @@ SCENARIOS = [
     a_failure_of_one_rank_is_an_error_on_all,
     a_rank_whose_body_raised_alone_is_noticed_by_the_others,
     the_cache_shares_a_cpu_group_of_its_ranks,
+    ranks_that_visit_different_caches_all_get_an_error,
     a_part_of_the_ranks_may_have_a_cache_of_its_own,
     a_rank_that_visits_alone_gives_up_after_the_timeout,
 ]
