@@ -7,6 +7,7 @@ in the worst batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,8 @@ from fsdp_async.metrics import Correlation, EffectiveSampleSize, Entry, Mean, Mo
 
 # Squares of ratios stay inside float64 up to here.
 REPORT_CLAMP = 300.0
-CLAMPED_BEYOND = 20.0
+LOG_CLAMP = 20.0
+"""Log weights are clamped to +-20 before they are exponentiated; how many were is reported."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Perplexity(Mean):
         if not self.count:
             return {}
         path, _, last = name.rpartition("/")
-        return {f"{path}/log_{last}": self.value, name: float(torch.tensor(self.value).exp())}
+        return {f"{path}/log_{last}": self.value, name: math.exp(min(self.value, REPORT_CLAMP))}
 
 
 @dataclass(frozen=True)
@@ -108,13 +110,13 @@ def factor_statistics(factor: Factor, view: FactorView, bounds: Bounds | None, a
     """Mergeable numbers of one factor under `factor/...`; `applied` [B,T] are its bounded weights, if any."""
     level: Level = "token" if bounds is None else bounds.level
     # A row-level quantity is counted once a row, at its first valid token.
-    rows = view.valid & (view.valid.cumsum(dim=1) == 1)
+    rows = first_valid(view.valid)
     counted = view.valid if level == "token" else rows
     log_weight = view.log_weight(level).double()
     entries: dict[str, Entry] = {
         "weight": Moments.of(_report_exp(log_weight), counted),
         "ess_raw": EffectiveSampleSize.of_log(log_weight, counted),
-        "fraction_clamped": Mean.of(log_weight.abs() > CLAMPED_BEYOND, counted),
+        "fraction_clamped": Mean.of(log_weight.abs() > LOG_CLAMP, counted),
         **_divergences(view, rows),
         **_perplexities(view, rows),
     }
@@ -126,6 +128,11 @@ def factor_statistics(factor: Factor, view: FactorView, bounds: Bounds | None, a
         if bounds.lower is not None:
             entries["fraction_below"] = Mean.of(weight < bounds.lower, counted)
     return Statistics(entries).prefixed(factor)
+
+
+def first_valid(valid: Tensor) -> Tensor:
+    """[B,T] bool with one True in every non-empty row: where a row-level quantity is counted once."""
+    return valid & (valid.cumsum(dim=1) == 1)
 
 
 def rejection_statistics(name: str, passed: Tensor, valid: Tensor) -> Statistics:

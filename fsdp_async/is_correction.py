@@ -21,13 +21,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_async.correction_config import Bounds, CorrectionConfig, Factor, Rejection
-from fsdp_async.correction_statistics import FactorView, factor_statistics, rejection_statistics
+from fsdp_async.correction_statistics import (
+    LOG_CLAMP,
+    FactorView,
+    factor_statistics,
+    first_valid,
+    rejection_statistics,
+)
 from fsdp_async.errors import InputError, NonFiniteError
 from fsdp_async.metrics import Statistics, Total, merge_all
 
 __all__ = ["Bounds", "Correction", "CorrectionConfig", "Rejection", "compute_correction"]
-
-LOG_CLAMP = 20.0
 
 
 @dataclass(frozen=True)
@@ -170,11 +174,6 @@ def _product(
         dist.all_reduce(sums, group=group)
     mean = sums[0] / sums[1].clamp(min=1)
     return product / mean.to(product.dtype) if mean > 0 else product
-
-
-def first_valid(valid: Tensor) -> Tensor:
-    """[B,T] bool with one True in every non-empty row: where a row-level quantity is counted once."""
-    return valid & (valid.cumsum(dim=1) == 1)
 
 
 def _reject(

@@ -1,49 +1,19 @@
-"""Identities that the losses must satisfy, in float64, on a policy small enough to enumerate.
+"""Identities that the losses must satisfy, in float64, on the enumerated policy of `tabular.py`."""
 
-The policy is a table: V = 3 tokens, T = 3 positions, one row of logits for each of the 1 + 3 + 9 prefixes; its 27
-sequences are all there are, so an expectation is a sum without error.
-"""
-
-import itertools
 import math
 
 import pytest
 import torch
+from tabular import EVERYTHING, SEQUENCES, STATES, T, gradient, log_probs, probability, table
 from torch import Tensor
 
 from fsdp_async.advantages import AdvantageConfig, compute_advantages
 from fsdp_async.losses import LossConfig, aggregate, kl_penalty, policy_loss
 
-V, T = 3, 3
-SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=T)))
-FIRST_STATE = torch.tensor([0, 1, 1 + V])  # of each position
-STATES = FIRST_STATE + torch.stack([SEQUENCES[:, 0] * 0, SEQUENCES[:, 0], SEQUENCES[:, 0] * V + SEQUENCES[:, 1]], dim=1)
-EVERYTHING = torch.ones(len(SEQUENCES), T, dtype=torch.bool)
 REINFORCE = LossConfig(kind="reinforce", aggregate="token-sum")
 UNCLIPPED = LossConfig(clip_low=1.0, clip_high=math.inf, aggregate="token-sum")
 CLIPPED = LossConfig(aggregate="token-sum")
 EXACT = {"rtol": 1e-12, "atol": 1e-15}  # float64 rounding of sums of 81 terms
-
-
-def table(seed: int) -> Tensor:
-    """Logits [13, V] of a policy."""
-    return torch.randn(1 + V + V * V, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def log_probs(logits: Tensor) -> Tensor:
-    """Log-probs [27, T] of the tokens of all sequences."""
-    return logits.log_softmax(dim=-1)[STATES, SEQUENCES]
-
-
-def probability(log_prob: Tensor) -> Tensor:
-    """Of the sequences, [27]."""
-    return log_prob.detach().sum(dim=1).exp()
-
-
-def gradient(function, logits: Tensor) -> Tensor:
-    leaf = logits.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(function(leaf), leaf)
-    return grad
 
 
 def loss(log_prob, old, advantages, config, weights=None) -> Tensor:
