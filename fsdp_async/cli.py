@@ -1,4 +1,4 @@
-"""The command line: `fsdp-async train|plan [--config-dir DIR] [KEY=VALUE ...]`.
+"""The command line: `fsdp-async train|plan [KEY=VALUE ...]`.
 
 Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refused or failed, 2 unusable arguments,
 130 Ctrl-C, 143 SIGTERM. The only file that imports hydra; after composition there is one frozen `Config`.
@@ -7,6 +7,7 @@ Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refu
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import signal
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -52,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 Console().print(line, highlight=False, soft_wrap=True, markup=False)
             return 0
         return _train(config)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except (FsdpAsyncError, OSError) as error:
         errors.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
         errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
@@ -116,16 +119,24 @@ def _groups_help() -> str:
 
 
 class _Signals:
-    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once."""
+    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once. Old handlers come back."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._trainer: AsyncTrainer | None = None
+    def __init__(self) -> None:
         self.received: int | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
+        self._trainer: AsyncTrainer | None = None
+        self._before: dict[int, Any] = {}
 
-    def trainer_ready(self, trainer: AsyncTrainer) -> None:
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def stop_gently(self, trainer: AsyncTrainer) -> None:
+        """From now on a first signal is a request to `trainer`."""
         self._trainer = trainer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -139,23 +150,22 @@ class _Signals:
 class _View(Terminal):
     """The terminal, plus the moment from which a signal can stop the trainer gently."""
 
-    def __init__(self, num_batches: int) -> None:
+    def __init__(self, num_batches: int, signals: _Signals) -> None:
         super().__init__(num_batches)
-        self.signals = _Signals(self.console)
+        self._signals = signals
 
     def trainer_ready(self, trainer: AsyncTrainer) -> None:
-        self.signals.trainer_ready(trainer)
+        self._signals.stop_gently(trainer)
 
 
 def _train(config: Config) -> int:
-    with _View(config.trainer.num_batches) as view:
-        try:
-            summary = run_training(config, view)
-        except KeyboardInterrupt:
-            summary = None
-    if summary is not None:
-        view.summary(summary, config.run.output_dir)
-    return 0 if view.signals.received is None else 128 + view.signals.received
+    with (
+        _Signals() as signals,
+        _View(config.trainer.num_batches, signals) as view,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        run_training(config, view)
+    return 0 if signals.received is None else 128 + signals.received
 
 
 if __name__ == "__main__":

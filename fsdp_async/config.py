@@ -62,6 +62,16 @@ class Config:
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
+    @property
+    def weights_inside_loss(self) -> bool:
+        """With anchor `bypass`, REINFORCE weights by pi/mu, which is known only in the training forward."""
+        return self.trainer.anchor == "bypass" and self.loss.kind == "reinforce"
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run, if none is skipped."""
+        return self.trainer.num_batches * self.trainer.mini_batches
+
     def __post_init__(self) -> None:
         for refuse in (
             _refuse_inert_correction,
@@ -142,26 +152,27 @@ def _first_error(error: ValidationError) -> str:
 
 def _refuse_inert_correction(config: Config) -> None:
     anchor, correction, loss = config.trainer.anchor, config.correction, config.loss
-    factors = {rejection.factor for rejection in correction.rejections}
-    lag = correction.lag is not None or "lag" in factors
-    split = lag or correction.mismatch is not None or "mismatch" in factors
-    if anchor == "behaviour" and lag:
+    if anchor == "behaviour" and "lag" in correction.factors:
         raise ConfigError(
             "correction.lag with trainer.anchor=behaviour: the anchor is the behaviour policy, so lag is exactly 1 and "
             "its bounds cannot act; remove them, or choose trainer.anchor=last_sync or current"
         )
-    if anchor == "bypass" and split:
+    if anchor == "bypass" and correction.factors & {"mismatch", "lag"}:
         raise ConfigError(
             "correction.mismatch or .lag with trainer.anchor=bypass: there are no behaviour log-probs to split by; use "
             "correction.combined with loss.kind=reinforce, or another anchor"
         )
-    weighted = correction.combined is not None or bool(correction.rejections)
-    if anchor == "bypass" and loss.kind == "ppo_clip" and weighted:
+    if anchor == "bypass" and loss.kind == "ppo_clip" and correction.factors:
         raise ConfigError(
             "correction with trainer.anchor=bypass and loss.kind=ppo_clip: old_log_prob is rollout_log_prob, so the "
             "weight is 1 and the clipped ratio is the only correction; use correction=disabled, or another anchor"
         )
-    if anchor == "bypass" and loss.kind == "reinforce":
+    if anchor == "bypass" and loss.kind == "ppo_clip" and correction.nonfinite == "unit":
+        raise ConfigError(
+            "correction.nonfinite=unit with trainer.anchor=bypass and loss.kind=ppo_clip: the anchor itself is the "
+            "engine's log-prob, and one that is not finite is no anchor; use correction.nonfinite=mask"
+        )
+    if config.weights_inside_loss:
         _refuse_inside_loss(correction)
 
 
@@ -176,8 +187,7 @@ def _refuse_inside_loss(correction: CorrectionConfig) -> None:
 
 def _refuse_inert_anchor(config: Config) -> None:
     anchor, correction = config.trainer.anchor, config.correction
-    anchored = {"combined", "lag"} & {rejection.factor for rejection in correction.rejections}
-    acts = correction.combined is not None or correction.lag is not None or anchored
+    acts = correction.factors & {"combined", "lag"}
     if config.loss.kind == "reinforce" and anchor in ("last_sync", "current") and not acts:
         raise ConfigError(
             f"trainer.anchor={anchor} with loss.kind=reinforce and no combined or lag correction: the anchor has no "
@@ -186,10 +196,14 @@ def _refuse_inert_anchor(config: Config) -> None:
 
 
 def _refuse_inert_staleness(config: Config) -> None:
-    if config.trainer.max_staleness == 0 and config.correction.lag is not None:
+    trainer = config.trainer
+    # With rarer publications the anchor `current` moves on between them, and lag with it.
+    always_newest = trainer.max_staleness == 0 and (trainer.sync_every == 1 or trainer.anchor == "last_sync")
+    if always_newest and "lag" in config.correction.factors:
         raise ConfigError(
-            "correction.lag with trainer.max_staleness=0: every token is sampled by the weights it is trained on, so "
-            "lag is exactly 1; remove the bounds or raise trainer.max_staleness"
+            f"a lag bound or rule with trainer.max_staleness=0, sync_every={trainer.sync_every} and anchor="
+            f"{trainer.anchor}: every token is sampled by the policy that is the anchor, so lag is exactly 1; remove "
+            "it or raise trainer.max_staleness"
         )
 
 
@@ -213,3 +227,10 @@ def _refuse_impossible_sizes(config: Config) -> None:
             f"{config.model.max_position_embeddings}"
         )
     rows_per_micro_batch(sequence_len, trainer.micro_batch_tokens)
+    config.optim.check_length(config.total_steps)
+    kept = config.cache.max_versions
+    if kept is not None and kept < trainer.max_versions:
+        raise ConfigError(
+            f"cache.max_versions={kept}: trainer.max_staleness={trainer.max_staleness} keeps up to "
+            f"{trainer.max_versions} versions at once; raise it, or lower trainer.max_staleness"
+        )

@@ -7,6 +7,7 @@ between the tokens of a chunk. It knows the channel only as something to send to
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import traceback
@@ -111,10 +112,11 @@ def run_worker(spec: WorkerSpec, channel: Channel) -> None:
     """Serve until closed; an error is reported with its traceback before the worker ends."""
     try:
         _Worker(spec, channel).serve()
-    except (_ClosedError, EOFError, BrokenPipeError):
+    except (_ClosedError, EOFError, ConnectionError):
         return
     except Exception:  # noqa: BLE001 - the edge of the worker: whatever it was, the trainer's side must hear of it
-        channel.send(Failed(traceback.format_exc()))
+        with contextlib.suppress(OSError):
+            channel.send(Failed(traceback.format_exc()))
 
 
 class _Worker:

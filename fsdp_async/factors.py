@@ -7,17 +7,20 @@
 
 mu is the engine's policy, pi_b the trainer's forward under the weights that really sampled the token, pi_p the anchor
 of the clip and pi the policy being trained. Mismatch is what the engine's numerics do at equal weights, lag is the age
-of the weights relative to the anchor, update is what the clip bounds. This file measures all three over what was
-trained, always, whatever is corrected; a factor that is 1 only because its two policies are one tensor is left out.
+of the weights relative to the anchor, update is what the clip bounds. This file measures them always, whatever is
+corrected: mismatch and lag over all sampled tokens (with anchor `bypass`, mismatch over the rows that the canary looked
+at), update over the tokens that were trained on. A factor that is 1 only because its two policies are one tensor is
+left out.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fsdp_async.learner import PreparedBatch, UpdateReport
+from fsdp_async.learner import PreparedBatch
 from fsdp_async.metrics import Mean, kl_k3
 from fsdp_async.types import TrainBatch
+from fsdp_async.update_report import UpdateReport
 
 
 def lag_and_update_factors(prepared: PreparedBatch, report: UpdateReport) -> dict[str, Mean]:

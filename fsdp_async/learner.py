@@ -7,7 +7,7 @@ the optimizer step. It does not know where batches come from or when weights are
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -27,6 +27,7 @@ from fsdp_async.mini_batch import MiniBatch, count_globally, split_rows
 from fsdp_async.modeling import response_log_prob
 from fsdp_async.state_cache import StateCache
 from fsdp_async.types import TrainBatch
+from fsdp_async.update_report import StepOutcome, UpdateRecord, UpdateReport
 
 Anchor = Literal["behaviour", "last_sync", "current", "bypass"]
 
@@ -64,24 +65,6 @@ class PreparedBatch:
     advantages: Tensor
     trained_rows: Tensor
     num_zero_variance_groups: int
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """What the mini-batches of one batch did.
-
-    `log_prob` [B,T] is pi in the training forwards, 0 off `trained_mask` [B,T]: sampled tokens of the rows that an
-    optimizer step was taken on.
-    """
-
-    log_prob: Tensor
-    trained_mask: Tensor
-    statistics: Statistics
-    num_steps: int
-    num_skipped: int
-    skip_reasons: tuple[str, ...]
-    grad_norm: float
-    lr: float
 
 
 class Learner:
@@ -127,61 +110,53 @@ class Learner:
     def prepare(self, batch: TrainBatch, *, published_version: int, behaviour_log_prob: Tensor | None) -> PreparedBatch:
         """Anchor, correction and advantages of a batch; `behaviour_log_prob` is required unless bypassed."""
         old_log_prob = self._anchor(batch, published_version, behaviour_log_prob)
+        config = self.objective.correction
         correction = compute_correction(
             old_log_prob,
             batch.rollout_log_prob,
             batch.response_mask,
-            CorrectionConfig() if self.objective.weights_inside_loss else self.objective.correction,
+            CorrectionConfig(nonfinite=config.nonfinite) if self.objective.weights_inside_loss else config,
             behaviour_log_prob=behaviour_log_prob,
             process_group=self.process_group,
         )
-        row_kept = correction.kept_mask.any(dim=1)
         advantages = compute_advantages(
             batch.rewards,
             batch.group_ids,
             self.objective.advantages,
-            row_kept=row_kept,
+            row_kept=correction.kept_mask.any(dim=1),
             process_group=self.process_group,
         )
-        varied = varied_groups(advantages, batch.group_ids)
+        varied = varied_groups(batch.rewards, advantages, batch.group_ids)
         trained = varied if self.objective.skip_zero_variance else torch.ones_like(varied)
         num_groups = len(set(batch.group_ids.tolist()))
         return PreparedBatch(
             batch=batch,
             behaviour_log_prob=behaviour_log_prob,
             old_log_prob=old_log_prob,
-            correction=correction,
+            correction=replace(correction, statistics=correction.statistics.all_reduce(self.process_group)),
             advantages=advantages,
             trained_rows=trained.nonzero().squeeze(1),
             num_zero_variance_groups=num_groups - len(set(batch.group_ids[varied].tolist())),
         )
 
     def update(self, prepared: PreparedBatch) -> UpdateReport:
-        """Train on the mini-batches of `prepared`; a mini-batch that cannot act, or is not finite, is skipped."""
-        log_prob = torch.zeros_like(prepared.old_log_prob)
-        trained_mask = torch.zeros_like(prepared.batch.response_mask)
-        statistics, reasons, num_steps, grad_norm = Statistics(), [], 0, 0.0
+        """Train on the mini-batches of `prepared`.
+
+        One without anything to learn from (no row, or every advantage 0) is passed over. One of which every token was
+        rejected or has weight 0, or whose loss or gradient is not finite, is skipped and its reason reported: even a
+        gradient of zero would move the weights by momentum.
+        """
+        record = UpdateRecord(
+            prepared.batch.response_mask, prepared.correction, forms_weights=self.objective.weights_inside_loss
+        )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.model.train()
         for rows in split_rows(prepared.batch.group_ids[prepared.trained_rows], self.objective.mini_batches):
             selected = prepared.trained_rows[rows]
-            outcome = self._train_on(self._mini_batch(prepared, selected), selected, log_prob)
-            statistics = statistics.merge(outcome.statistics)
-            if outcome.skipped is None:
-                num_steps, grad_norm = num_steps + 1, outcome.grad_norm
-                trained_mask[selected] = prepared.batch.response_mask[selected]
-            else:
-                reasons.append(outcome.skipped)
-        return UpdateReport(
-            log_prob=torch.where(trained_mask, log_prob, 0.0),
-            trained_mask=trained_mask,
-            statistics=statistics.all_reduce(self.process_group),
-            num_steps=num_steps,
-            num_skipped=len(reasons),
-            skip_reasons=tuple(reasons),
-            grad_norm=grad_norm,
-            lr=lr,
-        )
+            mini_batch = self._mini_batch(prepared, selected)
+            if self._any_rank(mini_batch.has_advantages):
+                record.ended(selected, self._train_on(mini_batch, selected, record))
+        return record.report(lr, self.process_group)
 
     def _mini_batch(self, prepared: PreparedBatch, rows: Tensor) -> MiniBatch:
         correction, objective = prepared.correction, self.objective
@@ -209,48 +184,49 @@ class Learner:
         assert behaviour_log_prob is not None, "anchor `behaviour` needs behaviour log-probs"
         return behaviour_log_prob
 
-    def _train_on(self, mini_batch: MiniBatch, rows: Tensor, log_prob_out: Tensor) -> _Outcome:
+    def _train_on(self, mini_batch: MiniBatch, rows: Tensor, record: UpdateRecord) -> StepOutcome:
         self.optimizer.zero_grad(set_to_none=True)
-        if self._cannot_act(mini_batch):
-            return _Outcome(Statistics(), 0.0, "every token was rejected or has weight 0")
         chunks = micro_batches(mini_batch.batch, self.objective.micro_batch_tokens)
-        statistics = Statistics()
+        statistics, is_alive, loss = Statistics(), False, 0.0
         for index in range(agreed_max(len(chunks), self.process_group)):
             if index < len(chunks):
                 part = mini_batch.rows(chunks[index])
                 log_prob = response_log_prob(self.model, part.batch)
-                result = part.loss(log_prob, self.objective.loss)
+                correction = part.corrected(log_prob)
+                result = part.loss(log_prob, correction, self.objective.loss)
                 result.loss.backward()
-                recorded = torch.where(part.batch.response_mask, log_prob.detach(), 0.0)
-                log_prob_out[rows[chunks[index]]] = recorded
-                statistics = statistics.merge(result.statistics)
+                record.forwarded(rows[chunks[index]], log_prob, correction)
+                statistics, loss = statistics.merge(result.statistics), loss + result.loss.item()
+                alive = correction.kept_mask if correction.weights is None else correction.weights != 0
+                is_alive = is_alive or bool(alive.any())
             else:
                 (response_log_prob(self.model, dummy_row(mini_batch.batch)).sum() * 0.0).backward()
-        return self._step(statistics)
+        reason = None if self._any_rank(is_alive) else "every token was rejected or has weight 0"
+        if self._any_rank(not math.isfinite(loss)):
+            reason = f"the loss is not finite (on this rank: {loss})"
+        return self._step(statistics, reason)
 
-    def _cannot_act(self, mini_batch: MiniBatch) -> bool:
-        """True where no rank has a token with a weight: a step of zero gradient would still move with momentum."""
-        alive = mini_batch.kept_mask if mini_batch.weights is None else mini_batch.weights != 0
-        return agreed_max(int(alive.any()), self.process_group) == 0
+    def _any_rank(self, condition: bool) -> bool:
+        return agreed_max(int(condition), self.process_group) > 0
 
-    def _step(self, statistics: Statistics) -> _Outcome:
+    def _step(self, statistics: Statistics, reason: str | None) -> StepOutcome:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.objective.max_grad_norm)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        if not math.isfinite(grad_norm):
+        if reason is None and not math.isfinite(grad_norm):
+            reason = f"the gradient norm is {grad_norm}"
+        if reason is not None:
             self.optimizer.zero_grad(set_to_none=True)
-            return _Outcome(statistics, grad_norm, f"the gradient norm is {grad_norm}")
+            return StepOutcome(statistics, grad_norm, reason)
         self.optimizer.step()
         self.schedule.step()
-        return _Outcome(statistics, grad_norm, None)
+        return StepOutcome(statistics, grad_norm, None)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    statistics: Statistics
-    grad_norm: float
-    skipped: str | None
+def varied_groups(rewards: Tensor, advantages: Tensor, group_ids: Tensor) -> Tensor:
+    """Rows [B] bool of the groups that hold a comparison: rewards that differ, or an advantage other than 0.
 
-
-def varied_groups(advantages: Tensor, group_ids: Tensor) -> Tensor:
-    """Rows [B] bool whose group has any advantage other than 0."""
-    return torch.isin(group_ids, group_ids[advantages != 0])
+    By rewards, because a group whose advantages are 0 only since its responses were rejected stays in the denominator.
+    """
+    first = {int(g): float(r) for g, r in zip(group_ids.flip(0), rewards.flip(0), strict=True)}
+    of_group = torch.tensor([first[int(g)] for g in group_ids], dtype=torch.float64)
+    return torch.isin(group_ids, group_ids[(rewards.double() != of_group) | (advantages != 0)])

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_async.is_correction import CorrectionConfig, compute_correction
+from fsdp_async.is_correction import Correction, CorrectionConfig, compute_correction
 from fsdp_async.losses import GlobalCounts, LossConfig, PolicyLoss, policy_loss
+from fsdp_async.metrics import Statistics
 from fsdp_async.types import TrainBatch
 
 
@@ -47,31 +48,40 @@ class MiniBatch:
             inner_correction=self.inner_correction,
         )
 
-    def loss(self, log_prob: Tensor, config: LossConfig) -> PolicyLoss:
-        """Policy loss of these rows; `log_prob` [b,T] carries the gradient."""
-        weights, kept_mask, denominator_mask = self.weights, self.kept_mask, self.denominator_mask
-        if self.inner_correction is not None:
-            inner = compute_correction(
-                log_prob.detach(), self.batch.rollout_log_prob, self.batch.response_mask, self.inner_correction
-            )
-            weights, kept_mask = inner.weights, inner.kept_mask
+    @property
+    def has_advantages(self) -> bool:
+        """False where no row could move the policy, whatever its weight."""
+        return bool((self.advantages != 0).any())
+
+    def corrected(self, log_prob: Tensor) -> Correction:
+        """Weights and kept mask of these rows; where they are formed inside the loss, from `log_prob` [b,T]."""
+        if self.inner_correction is None:
+            return Correction(self.weights, self.kept_mask, Statistics())
+        return compute_correction(
+            log_prob.detach(), self.batch.rollout_log_prob, self.batch.response_mask, self.inner_correction
+        )
+
+    def loss(self, log_prob: Tensor, correction: Correction, config: LossConfig) -> PolicyLoss:
+        """Policy loss of these rows; `log_prob` [b,T] carries the gradient, `correction` is from `corrected`."""
         return policy_loss(
             log_prob,
             self.old_log_prob,
             self.advantages,
-            kept_mask,
+            correction.kept_mask,
             config,
-            weights=weights,
-            denominator_mask=denominator_mask,
+            weights=correction.weights,
+            denominator_mask=self.denominator_mask,
             global_counts=self.counts,
         )
 
 
 def split_rows(group_ids: Tensor, num_mini_batches: int) -> list[Tensor]:
-    """Deal whole groups, in order and as evenly as possible, into at most `num_mini_batches` sets of row indices."""
+    """Deal whole groups, in order and as evenly as possible, into `num_mini_batches` sets of row indices.
+
+    Sets are empty where there are fewer groups: every rank takes as many steps, however many groups it holds.
+    """
     groups = torch.tensor(sorted(set(group_ids.tolist())), dtype=group_ids.dtype)
-    shares = groups.tensor_split(min(num_mini_batches, max(1, len(groups))))
-    return [torch.isin(group_ids, share).nonzero().squeeze(1) for share in shares]
+    return [torch.isin(group_ids, share).nonzero().squeeze(1) for share in groups.tensor_split(num_mini_batches)]
 
 
 def count_globally(mask: Tensor, group: ProcessGroup | None) -> GlobalCounts:

@@ -82,6 +82,20 @@ class OptimConfig:
                 f"optim.weight_decay={self.weight_decay}, optim.warmup_steps={self.warmup_steps}: must not be negative"
             )
 
+    def check_length(self, total_steps: int) -> None:
+        """Refuse a run of `total_steps` optimizer steps that the schedule does not fit.
+
+        Raises:
+            ConfigError: no steps to schedule, or a warm-up that never ends.
+        """
+        if total_steps < 1:
+            raise ConfigError(f"total_steps={total_steps}: the schedule must know the length of the run beforehand")
+        if self.warmup_steps >= total_steps:
+            raise ConfigError(
+                f"optim.warmup_steps={self.warmup_steps} is not below the {total_steps} optimizer steps of the run; "
+                "shorten the warm-up or lengthen the run (trainer.num_batches)"
+            )
+
 
 def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForCausalLM:
     """A float32 Qwen3 on the CPU with weights drawn from `seed`; the global RNG is left as it was."""
@@ -135,13 +149,7 @@ def build_schedule(optimizer: Optimizer, config: OptimConfig, *, total_steps: in
     Raises:
         ConfigError: no steps to schedule, or a warm-up that never ends.
     """
-    if total_steps < 1:
-        raise ConfigError(f"total_steps={total_steps}: the schedule must know the length of the run before it is built")
-    if config.warmup_steps >= total_steps:
-        raise ConfigError(
-            f"optim.warmup_steps={config.warmup_steps} is not below the {total_steps} optimizer steps of the run; "
-            "shorten the warm-up or lengthen the run (trainer.num_batches)"
-        )
+    config.check_length(total_steps)
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:

@@ -30,8 +30,9 @@ def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
 def _generation(config: Config) -> str:
     where = {"process": "a child process", "thread": "a thread of this process"}[config.rollout.engine]
     return (
-        f"rollout: {where} samples {config.trainer.group_size} answers of at most {config.rollout.max_response_tokens} "
-        f"tokens to each prompt at temperature {config.rollout.temperature:g}; mu = log-probs of that engine"
+        f"rollout: {where} samples {config.trainer.group_size} responses of at most "
+        f"{config.rollout.max_response_tokens} tokens to each prompt at temperature "
+        f"{config.rollout.temperature:g}; mu = log-probs of that engine"
     )
 
 
@@ -79,8 +80,7 @@ def _correction(config: Config) -> str:
     parts += [_rejection(rejection) for rejection in correction.rejections]
     if not parts:
         return "correction: none; the loss is not weighted"
-    inside = config.trainer.anchor == "bypass" and config.loss.kind == "reinforce"
-    if inside:
+    if config.weights_inside_loss:
         parts.append("formed inside the loss as pi/mu, micro-batch by micro-batch; advantages over all responses")
     if correction.batch_normalize:
         parts.append("divided by its mean over the whole batch")
@@ -111,10 +111,9 @@ def _loss(config: Config) -> str:
     clip = f"pi/old clipped to [{1 - loss.clip_low:g}, {1 + loss.clip_high:g}]"
     if loss.dual_clip is not None:
         clip += f", dual clip {loss.dual_clip:g} for negative advantages"
-    live = trainer.anchor == "current" or (trainer.anchor == "last_sync" and trainer.sync_every == 1)
-    if live and trainer.mini_batches == 1:
+    if trainer.anchor_is_live and trainer.mini_batches == 1:
         clip += ", BUT IT CANNOT ACT: the anchor is the live policy and there is one mini-batch, so the ratio is 1"
-    elif live:
+    elif trainer.anchor_is_live:
         clip += ", which acts from the second mini-batch on (the first has ratio 1)"
     return f"loss: ppo_clip, {clip}; {loss.aggregate}"
 
@@ -122,20 +121,37 @@ def _loss(config: Config) -> str:
 def _staleness(config: Config) -> str:
     trainer = config.trainer
     if trainer.max_staleness == 0:
-        alone = " this is the synchronous loop" if trainer.sync_every == 1 else ""
-        return f"staleness: 0, engine and trainer take turns at each publication;{alone}"
+        alone = "; this is the synchronous loop" if trainer.sync_every == 1 else ""
+        return f"staleness: 0, engine and trainer take turns at each publication{alone}"
+    capacity = config.queue.capacity_groups
+    reachable = min(trainer.max_staleness, reachable_staleness(capacity, trainer.groups_per_batch, trainer.sync_every))
+    short = "" if reachable == trainer.max_staleness else ", below trainer.max_staleness for want of queue capacity"
     return (
-        f"staleness: 0 to {trainer.max_staleness} versions, by admission (at most {config.queue.capacity_groups} "
-        "groups outstanding); older groups would be dropped and counted"
+        f"staleness: 0 to {reachable} versions, by admission (at most {capacity} groups outstanding){short}; groups "
+        f"older than {trainer.max_staleness} versions would be dropped and counted"
     )
 
 
+def reachable_staleness(capacity_groups: int, groups_per_batch: int, sync_every: int) -> int:
+    """Versions by which the last of `capacity_groups` outstanding groups may be old when its batch is taken.
+
+    Groups are submitted when a batch has been taken, before the next publication: the batch that holds the last of
+    them is the one after (capacity - 1) // groups_per_batch others, with a publication every `sync_every` batches.
+    """
+    num_batches_ahead = (capacity_groups - 1) // groups_per_batch + 1
+    return -(-num_batches_ahead // sync_every)
+
+
+def cache_bytes(config: Config, num_parameters: int) -> int:
+    """Host memory, over all ranks, of the versions that may be retained at once and the parking place of a visit."""
+    return (config.trainer.max_versions + 1) * num_parameters * BYTES_PER_PARAMETER
+
+
 def _cache(config: Config, num_parameters: int) -> str:
-    versions = config.trainer.max_staleness + 2
-    num_bytes = versions * num_parameters * BYTES_PER_PARAMETER
+    versions, num_bytes = config.trainer.max_versions, cache_bytes(config, num_parameters)
     return (
         f"state cache: at most {versions} versions of {num_parameters:,} float32 parameters, plus one parking place "
-        f"while visiting: {num_bytes + num_parameters * BYTES_PER_PARAMETER:,} bytes over all ranks; a version "
+        f"while visiting: {num_bytes:,} bytes over all ranks; a version "
         "nobody asks for is not copied"
     )
 

@@ -6,6 +6,7 @@ above this file knows which one it talks to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -31,8 +32,9 @@ class RolloutConfig:
     """Settings of the transformers engine. Times in seconds.
 
     `prompts_per_chunk` prompts are generated together; new weights are taken between chunks. `answer_timeout_s` is
-    how long an engine with work may give no sign of life (it gives one at least each second). `record_weights` has
-    the engine write what it received to `engine_weights/` of the run.
+    how long an engine may give no sign of life (it gives one at least each second); `load_timeout_s` how long it may
+    take to copy a bucket of weights, which it does between two chunks. `record_weights` has the engine write what it
+    received to `engine_weights/` of the run.
     """
 
     engine: Literal["process", "thread"] = "process"
@@ -42,22 +44,27 @@ class RolloutConfig:
     prompts_per_chunk: int = 16
     start_timeout_s: float = 120.0
     answer_timeout_s: float = 20.0
+    load_timeout_s: float = 120.0
     bucket_bytes: int = 64 << 20
     record_weights: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ConfigError(
-                f"rollout.temperature={self.temperature}: must be above 0; greedy answers have no log-prob ratio"
+                f"rollout.temperature={self.temperature}: must be above 0 and finite; greedy responses have no "
+                "log-prob ratio"
             )
         if self.top_p != 1.0:
             raise ConfigError(
                 f"rollout.top_p={self.top_p}: must be 1. The trainer's policy is not truncated, so every ratio of a "
                 "token would be the mass that was kept, not the difference of two policies"
             )
-        for name in ("max_response_tokens", "prompts_per_chunk", "start_timeout_s", "answer_timeout_s", "bucket_bytes"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be above 0")
+        for name in ("max_response_tokens", "prompts_per_chunk", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
+        for name in ("start_timeout_s", "answer_timeout_s", "load_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be above 0 and finite")
 
 
 class RolloutEngine(Protocol):

@@ -13,7 +13,8 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class _Proxy:
         self._is_ready = False
         self._is_closed = False
         self._failure: str | None = None
-        self._start_s = self._last_sign_s = time.monotonic()
+        self._last_sign_s = time.monotonic()
 
     @property
     def version(self) -> int | None:
@@ -195,7 +196,8 @@ class ProcessEngine(_Proxy):
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_child_main, args=(spec, theirs), name=name, daemon=True)
-        self._process.start()
+        with _signals_held():
+            self._process.start()
         theirs.close()
         self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A pipe blocks when it is full; with a thread at each end of it the trainer never does.
@@ -251,6 +253,8 @@ class ProcessEngine(_Proxy):
             except OSError:
                 # The child is gone; the reading thread says so.
                 return
+            except Exception:  # noqa: BLE001 - the edge of the thread: what cannot be sent must be heard of
+                self._inbox.put((time.monotonic(), Failed(traceback.format_exc())))
 
 
 class ThreadEngine(_Proxy):
@@ -277,11 +281,11 @@ class ThreadEngine(_Proxy):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the token in hand. Idempotent."""
+        """End the thread after the token in hand; one that is stuck is left to the end of the process. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._outbox.put(Command("close"))
-            self._thread.join()
+            self._thread.join(CLOSE_TIMEOUT_S)
 
     def _send(self, message: Any) -> None:
         self._outbox.put(message)
@@ -324,9 +328,20 @@ class _PipeChannel:
         return self._connection.recv() if self._connection.poll(timeout_s) else None
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold back Ctrl-C while a child starts; it inherits this, and would print a traceback until it can ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _child_main(spec: WorkerSpec, connection: Connection) -> None:
     # Ctrl-C reaches the whole process group; the trainer decides when its engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     with contextlib.closing(connection):

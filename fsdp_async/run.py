@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_async.config import Config
+from fsdp_async.errors import ConfigError
 from fsdp_async.evaluation import sampled_accuracy
 from fsdp_async.files import write_json
 from fsdp_async.learner import Learner, Objective
 from fsdp_async.loggers import Loggers
 from fsdp_async.modeling import apply_fsdp2, build_model, build_optimizer, build_schedule, ensure_process_group
-from fsdp_async.plan import effective_plan
+from fsdp_async.plan import cache_bytes, effective_plan
 from fsdp_async.recorder import Recorder
-from fsdp_async.rewards import build_reward
+from fsdp_async.rewards import RewardConfig, build_reward
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
 from fsdp_async.run_dir import RunDirectory, run_record
@@ -58,13 +59,28 @@ class View(Protocol):
         """The loop is about to start; `trainer.request_stop` ends it from now on."""
         ...
 
+    def finished(self, summary: Mapping[str, Any], directory: Path | None) -> None:
+        """The run ended; None where nothing was kept, because it was stopped before it took the old one's place."""
+        ...
+
 
 def plan_lines(config: Config) -> list[str]:
-    """The effective plan of `config`; parameters are counted on a model without memory."""
+    """The effective plan of `config`; parameters are counted on a model without memory.
+
+    Raises:
+        ConfigError, InputError: the task or the cache's budget do not fit.
+    """
     task = _task(config)
     with torch.device("meta"):
         net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed)
-    return effective_plan(config, num_parameters=sum(p.numel() for p in net.parameters()))
+    num_parameters = sum(p.numel() for p in net.parameters())
+    limit, needed = config.cache.max_bytes, cache_bytes(config, num_parameters)
+    if limit is not None and limit < needed:
+        raise ConfigError(
+            f"cache.max_bytes={limit:,}: {config.trainer.max_versions} versions and a parking place of "
+            f"{num_parameters:,} float32 parameters take {needed:,} bytes; raise it, or lower trainer.max_staleness"
+        )
+    return effective_plan(config, num_parameters=num_parameters)
 
 
 def run_training(config: Config, view: View) -> dict[str, Any]:
@@ -74,6 +90,11 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
         RunDirectoryError: the directory is in use, or not empty and `run.overwrite` is false.
         FsdpAsyncError: whatever ended the run; what was done until then is on disk.
     """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        raise ConfigError(
+            f"this process is one of {dist.get_world_size()} ranks: the training loop runs on one rank only so far; "
+            "start it without torchrun"
+        )
     task = _task(config)
     warm_start = find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
     lines = plan_lines(config)
@@ -99,6 +120,7 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
                 trainer.run()
             finally:
                 summary = recorder.finish()
+        view.finished(summary, directory.kept)
         return summary
 
 
@@ -118,9 +140,10 @@ def _engine(config: Config, task: Task, directory: Path) -> ProcessEngine | Thre
     return kind(builder, config.rollout, seed=config.run.seed, record_dir=record_dir)
 
 
-def _publisher(config: Config, engine: RolloutEngine) -> WeightPublisher:
+def _publisher(config: Config, engine: RolloutEngine, timeline: Timeline) -> WeightPublisher:
     kind = {"process": SharedMemoryPublisher, "thread": InProcessPublisher}[config.rollout.engine]
-    return kind([engine], bucket_bytes=config.rollout.bucket_bytes, timeout_s=config.rollout.answer_timeout_s)
+    rollout, waiting = config.rollout, partial(timeline.phase, "wait")
+    return kind([engine], bucket_bytes=rollout.bucket_bytes, timeout_s=rollout.load_timeout_s, waiting=waiting)
 
 
 def _learner(config: Config, task: Task, warm_start: Path | None, view: View, stack: ExitStack) -> Learner:
@@ -130,8 +153,7 @@ def _learner(config: Config, task: Task, warm_start: Path | None, view: View, st
         stack.callback(dist.destroy_process_group)
     apply_fsdp2(net)
     optimizer = build_optimizer(net, config.optim)
-    total_steps = config.trainer.num_batches * config.trainer.mini_batches
-    schedule = build_schedule(optimizer, config.optim, total_steps=total_steps)
+    schedule = build_schedule(optimizer, config.optim, total_steps=config.total_steps)
     cache = stack.enter_context(StateCache(net, config.cache))
     cache.watch(optimizer)
     return Learner(net, optimizer, schedule, cache, objective(config))
@@ -154,7 +176,8 @@ def objective(config: Config) -> Objective:
 def _parts(
     config: Config, task: Task, learner: Learner, engine: RolloutEngine, timeline: Timeline, stack: ExitStack
 ) -> TrainerParts:
-    reward = build_reward(config.rewards)
+    # Accuracy is the share of right responses, whatever training rewards.
+    right = build_reward(RewardConfig(kind="exact"))
     sampling = SamplingParams(
         num_samples=config.trainer.group_size,
         max_response_tokens=config.rollout.max_response_tokens,
@@ -171,11 +194,11 @@ def _parts(
     return TrainerParts(
         learner=learner,
         engine=engine,
-        publisher=stack.enter_context(closing(_publisher(config, engine))),
+        publisher=stack.enter_context(closing(_publisher(config, engine, timeline))),
         queue=queue,
         prompts=task.prompts(),
-        reward=reward,
+        reward=build_reward(config.rewards),
         sampling=sampling,
-        evaluate=partial(sampled_accuracy, learner.model, task.eval_prompts(), reward, sampling, seed=EVALUATION_SEED),
+        evaluate=partial(sampled_accuracy, learner.model, task.eval_prompts(), right, sampling, seed=EVALUATION_SEED),
         timeline=timeline,
     )

@@ -8,6 +8,7 @@ has taken its first step and then moved aside.
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import platform
 import shutil
@@ -42,6 +43,11 @@ class RunDirectory:
     def path(self) -> Path:
         """Where to write now."""
         return self._staging or self._target
+
+    @property
+    def kept(self) -> Path | None:
+        """Where the results will lie when the lock is gone; None for those of a run that never took its place."""
+        return None if self._staging is not None else self._target
 
     def __enter__(self) -> Self:
         if not self._target.name:
@@ -151,7 +157,7 @@ def _put_in_place(new: Path, target: Path, *, aside: str) -> None:
 def run_record(config: Mapping[str, Any], *, seeds: Mapping[str, int], plan_lines: Sequence[str]) -> dict[str, Any]:
     """What was run, by which code, on what: config, commit, library versions, seeds, effective plan."""
     return {
-        "config": config,
+        "config": _strict(config),
         "seeds": dict(seeds),
         "plan": list(plan_lines),
         "commit": _commit(Path(__file__)),
@@ -160,6 +166,15 @@ def run_record(config: Mapping[str, Any], *, seeds: Mapping[str, int], plan_line
         "platform": platform.platform(),
         "started": datetime.now(UTC).isoformat(),
     }
+
+
+def _strict(value: Any) -> Any:
+    """`value` with infinite numbers as text, for JSON has none; `parse_config` reads them back."""
+    if isinstance(value, Mapping):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _version(library: str) -> str | None:

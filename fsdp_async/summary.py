@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fsdp_async.timeline import overlap_fraction
+from fsdp_async.timeline import overlap_fraction, without
 
 Record = Mapping[str, Any]
 
 TARGET_ACCURACY = 0.80
-# Waiting and evaluation are not work.
+# Evaluation is not work, and waiting (for responses, or inside a publication for the engine) is not either.
 TRAINER_WORK = frozenset({"behaviour", "update", "publish"})
+WAITING = "wait"
 
 
 def summarize(records: Iterable[Record]) -> dict[str, Any]:
@@ -63,7 +64,9 @@ def _ledger(events: Sequence[Record]) -> dict[str, int]:
 
 
 def _overlap(events: Sequence[Record]) -> float:
-    trainer = [(start, stop) for r in events for phase, start, stop in r["trainer_spans"] if phase in TRAINER_WORK]
+    spans = [span for r in events for span in r["trainer_spans"]]
+    work = [(start, stop) for phase, start, stop in spans if phase in TRAINER_WORK]
+    trainer = without(work, ((start, stop) for phase, start, stop in spans if phase == WAITING))
     engine = [(start, stop) for r in events for start, stop in r["engine_spans"]]
     return overlap_fraction(trainer, engine)
 

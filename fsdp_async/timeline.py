@@ -53,6 +53,19 @@ class Timeline:
         return fresh
 
 
+def without(spans: Iterable[tuple[float, float]], holes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Disjoint intervals in order that cover the seconds of `spans` outside `holes`."""
+    remaining = _union(spans)
+    for hole_start, hole_stop in _union(holes):
+        remaining = [
+            piece
+            for start, stop in remaining
+            for piece in ((start, min(stop, hole_start)), (max(start, hole_stop), stop))
+            if piece[0] < piece[1]
+        ]
+    return remaining
+
+
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:
     """Seconds covered by at least one span."""
     return sum(stop - start for start, stop in _union(spans))

@@ -6,9 +6,9 @@
 
 | who       | waits for                          | at most                                      |
 |-----------|------------------------------------|----------------------------------------------|
-| trainer   | the oldest submitted groups        | engine's `answer_timeout_s`, then an error   |
+| trainer   | the oldest submitted groups        | while the engine gives signs of life         |
 | engine    | prompts (admission), new weights   | until the trainer publishes; it may idle     |
-| publisher | the engine to free a bucket        | publisher's timeout, then an error           |
+| publisher | the engine to copy a bucket        | publisher's timeout, then an error           |
 
 Owns the order of things and nothing else: it speaks protocols and does no arithmetic. A group submitted under version
 v is trained on before v + max_staleness + 1 is published, because admission bounds what is outstanding and the oldest
@@ -28,15 +28,16 @@ from torch import Tensor
 from fsdp_async.batching import collate
 from fsdp_async.canary import Canary
 from fsdp_async.dtensor_io import full_tensors
-from fsdp_async.errors import ConfigError, NonFiniteError
+from fsdp_async.errors import ConfigError, EngineDiedError, InputError, NonFiniteError
 from fsdp_async.factors import lag_and_update_factors, mismatch_factor
-from fsdp_async.learner import Anchor, Learner, PreparedBatch, UpdateReport
+from fsdp_async.learner import Anchor, Learner, PreparedBatch
 from fsdp_async.metrics import Mean
 from fsdp_async.rewards import Reward, score_group
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.timeline import Timeline
 from fsdp_async.types import Prompt, ResponseGroup, TrainBatch
+from fsdp_async.update_report import UpdateReport
 from fsdp_async.weight_sync import WeightPublisher
 
 Observer = Callable[[str, int, Mapping[str, Any]], None]
@@ -76,6 +77,18 @@ class TrainerConfig:
                 f"trainer.groups_per_batch={self.groups_per_batch} is not divisible by "
                 f"trainer.mini_batches={self.mini_batches}; a group never spans two mini-batches"
             )
+
+    @property
+    def max_versions(self) -> int:
+        """Most versions that are retained at one time: those that may still be read, the newest included."""
+        return self.max_staleness + 1
+
+    @property
+    def anchor_is_live(self) -> bool:
+        """The anchor is the live policy of the moment when the batch is taken: its first mini-batch has ratio 1."""
+        if self.anchor == "behaviour":
+            return self.max_staleness == 0 and self.sync_every == 1
+        return self.anchor == "current" or (self.anchor == "last_sync" and self.sync_every == 1)
 
 
 @dataclass(frozen=True)
@@ -120,6 +133,7 @@ class AsyncTrainer:
         Raises:
             CanaryError: an engine disagrees with the weights published to it.
             EngineDiedError, EngineTimeoutError: the engine ended or fell silent.
+            InputError: the stream of prompts ended before the run.
             NonFiniteError: more than `max_skipped_steps` optimizer steps in a row were skipped.
         """
         outcome = "failed"
@@ -128,6 +142,11 @@ class AsyncTrainer:
         except KeyboardInterrupt:
             outcome = "interrupted"
             raise
+        except EngineDiedError:
+            # A signal to the whole process group ends the engine, too, and before the step in hand.
+            if not self._stop_requested:
+                raise
+            outcome = "interrupted"
         finally:
             self._end(outcome)
         return outcome == "completed"
@@ -148,6 +167,8 @@ class AsyncTrainer:
                 self._submit()
             if step % self.config.eval_every == 0 or last:
                 self._evaluate(step)
+        with self.parts.timeline.phase("wait"):
+            self.parts.publisher.flush()
         return True
 
     def _next_groups(self) -> list[ResponseGroup] | None:
@@ -165,8 +186,13 @@ class AsyncTrainer:
 
     def _submit(self) -> None:
         """Hand the engine as many prompts as staleness, capacity and the rest of the run admit."""
-        queue = self.parts.queue
-        prompts = list(islice(self.parts.prompts, self._num_wanted()))
+        queue, num_wanted = self.parts.queue, self._num_wanted()
+        prompts = list(islice(self.parts.prompts, num_wanted))
+        if len(prompts) < num_wanted:
+            raise InputError(
+                f"the stream of prompts ended: {len(prompts)} of {num_wanted} that are still wanted were there; "
+                "give an endless stream (epochs number its rounds), or fewer trainer.num_batches"
+            )
         if prompts:
             queue.submit(prompts, self.config.group_size, self.version)
             self.parts.engine.submit(prompts, self.parts.sampling)
@@ -235,14 +261,14 @@ class AsyncTrainer:
         return timeline.now_s() - timeline.seconds("evaluate") - self._training_start_s
 
     def _count_skips(self, report: UpdateReport) -> None:
-        self.num_skipped_in_a_row = 0 if report.num_steps else self.num_skipped_in_a_row + report.num_skipped
-        if self.num_skipped_in_a_row > self.config.max_skipped_steps:
-            raise NonFiniteError(
-                f"{self.num_skipped_in_a_row} optimizer steps in a row were skipped "
-                f"(trainer.max_skipped_steps={self.config.max_skipped_steps}); the last because "
-                f"{report.skip_reasons[-1]}. "
-                "Weights are those of the last good step. Lower optim.lr, or widen the correction's bounds"
-            )
+        for reason in report.outcomes:
+            self.num_skipped_in_a_row = 0 if reason is None else self.num_skipped_in_a_row + 1
+            if self.num_skipped_in_a_row > self.config.max_skipped_steps:
+                raise NonFiniteError(
+                    f"{self.num_skipped_in_a_row} optimizer steps in a row were skipped "
+                    f"(trainer.max_skipped_steps={self.config.max_skipped_steps}); the last because {reason}. Weights "
+                    "are those of the last good step. Lower optim.lr, or widen the correction's bounds"
+                )
 
     def _step_values(
         self, prepared: PreparedBatch, report: UpdateReport, factors: Mapping[str, Mean], canary: Mapping[int, float]
@@ -258,13 +284,13 @@ class AsyncTrainer:
             "num_tokens": staleness.numel(),
             "num_zero_variance_groups": prepared.num_zero_variance_groups,
             "num_optimizer_steps": report.num_steps,
-            "num_skipped_steps": report.num_skipped,
+            "num_skipped_steps": len(report.skip_reasons),
             "skip_reasons": list(report.skip_reasons),
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "canary_gap_nats": {str(version): gap for version, gap in canary.items()},
             "factors": {name: [mean.total, mean.count] for name, mean in factors.items()},
-            "correction": prepared.correction.metrics(),
+            "correction": report.correction.metrics(),
             "update": report.statistics.to_dict(),
         }
 
@@ -299,11 +325,11 @@ def _recorded(prepared: PreparedBatch, report: UpdateReport) -> dict[str, Tensor
         "old_log_prob": prepared.old_log_prob,
         "log_prob": report.log_prob,
         "trained_mask": report.trained_mask,
-        "kept_mask": prepared.correction.kept_mask,
+        "kept_mask": report.correction.kept_mask,
         "advantages": prepared.advantages,
     }
     if prepared.behaviour_log_prob is not None:
         tensors["behaviour_log_prob"] = prepared.behaviour_log_prob
-    if prepared.correction.weights is not None:
-        tensors["weights"] = prepared.correction.weights
+    if report.correction.weights is not None:
+        tensors["weights"] = report.correction.weights
     return tensors

@@ -46,6 +46,16 @@ class WarmStartConfig:
                 f"warm_start.num_steps={self.num_steps}, batch_size={self.batch_size}, lr={self.lr}: "
                 "need num_steps >= 0, batch_size >= 1, lr > 0"
             )
+        if self.path is not None:
+            self._refuse_recipe()
+
+    def _refuse_recipe(self) -> None:
+        for name in ("num_steps", "batch_size", "lr", "directory"):
+            if getattr(self, name) != getattr(WarmStartConfig, name):
+                raise ConfigError(
+                    f"warm_start.{name}={getattr(self, name)} has no effect with warm_start.path={self.path}, which "
+                    "is loaded as it is; leave one out"
+                )
 
 
 def find_warm_start(config: WarmStartConfig, model: ModelConfig, task: TaskConfig, *, seed: int) -> Path | None:
@@ -65,6 +75,9 @@ def find_warm_start(config: WarmStartConfig, model: ModelConfig, task: TaskConfi
     if config.num_steps == 0:
         return None
     recipe = [asdict(model), asdict(task), seed, config.num_steps, config.batch_size, config.lr]
+    if task.path is not None:
+        # What the file says, not its name: an edited file is another task.
+        recipe.append(hashlib.sha256(Path(task.path).read_bytes()).hexdigest())
     digest = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     return Path(config.directory) / f"{digest}.safetensors"
 

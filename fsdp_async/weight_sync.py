@@ -8,7 +8,8 @@ bucket's memory is reused only after every engine has said that it copied it; wh
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
@@ -22,6 +23,7 @@ from fsdp_async.errors import EngineTimeoutError, InputError, OutputError
 from fsdp_async.rollout import RolloutEngine
 
 NUM_SLOTS = 2
+Waiting = Callable[[], AbstractContextManager[object]]
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -39,8 +41,16 @@ class WeightPublisher(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Wait until every engine has taken everything.
+
+        Raises:
+            EngineTimeoutError: as `publish`.
+        """
+        ...
+
     def close(self) -> None:
-        """Free all memory; idempotent."""
+        """Free all memory; idempotent. Call `flush` before, or engines may find it gone."""
         ...
 
 
@@ -118,7 +128,7 @@ class _InUse:
 
 
 class BucketPublisher:
-    """A publisher over one kind of slot; see the module docstring."""
+    """A publisher over one kind of slot; see the module docstring. `waiting()` surrounds each wait for engines."""
 
     def __init__(
         self,
@@ -127,11 +137,13 @@ class BucketPublisher:
         make_slot: type[SharedSlot] | type[LocalSlot],
         bucket_bytes: int,
         timeout_s: float,
+        waiting: Waiting = nullcontext,
     ) -> None:
         self._engines = list(engines)
         self._make_slot = make_slot
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
+        self._waiting = waiting
         self._slots = [_InUse() for _ in range(NUM_SLOTS)]
         self._next = 0
 
@@ -150,6 +162,11 @@ class BucketPublisher:
         # Only now is it known to be the last one.
         self._hand_over(WeightBucket(version, pending.index, True, pending.entries, pending.memory))
 
+    def flush(self) -> None:
+        """See `WeightPublisher.flush`."""
+        for used in sorted((used for used in self._slots if used.awaited), key=lambda used: used.awaited or ()):
+            self._await(used, "the end of the run")
+
     def close(self) -> None:
         """Free the slots."""
         for used in self._slots:
@@ -164,36 +181,57 @@ class BucketPublisher:
     def _free_slot(self, num_bytes: int, claim: tuple[int, int]) -> Slot:
         used = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
-        if used.awaited is not None:
-            self._await(*used.awaited, claim)
-        if used.slot is None or used.slot.capacity < num_bytes:
-            if used.slot is not None:
-                used.slot.free()
+        self._await(used, f"bucket {claim[1]} of version {claim[0]}")
+        if used.slot is not None and used.slot.capacity < num_bytes:
+            used.slot.free()
+            used.slot = None
+        if used.slot is None:
             used.slot = self._make_slot(max(1, num_bytes))
         used.awaited = claim
         return used.slot
 
-    def _await(self, version: int, bucket: int, claim: tuple[int, int]) -> None:
-        for engine in self._engines:
-            try:
-                engine.wait_loaded(version, bucket, self._timeout_s)
-            except EngineTimeoutError as error:
-                raise EngineTimeoutError(
-                    f"publication of version {claim[0]}, bucket {claim[1]}: the trainer waited {self._timeout_s:g} s "
-                    f"for {engine.name} to copy bucket {bucket} of version {version} ({error}); the engine is busy, "
-                    "stopped or deadlocked. Look at its stack, or raise rollout.answer_timeout_s"
-                ) from error
+    def _await(self, used: _InUse, what_for: str) -> None:
+        """Wait until every engine has copied what lies in the slot."""
+        if used.awaited is None:
+            return
+        version, bucket = used.awaited
+        with self._waiting():
+            for engine in self._engines:
+                try:
+                    engine.wait_loaded(version, bucket, self._timeout_s)
+                except EngineTimeoutError as error:
+                    raise EngineTimeoutError(
+                        f"publication, {what_for}: the trainer waited {self._timeout_s:g} s for {engine.name} to copy "
+                        f"bucket {bucket} of version {version} ({error}); the engine is busy, stopped or deadlocked. "
+                        "Look at its stack; shorten its chunks (rollout.prompts_per_chunk) or raise "
+                        "rollout.load_timeout_s"
+                    ) from error
+        used.awaited = None
 
 
 class SharedMemoryPublisher(BucketPublisher):
     """For engines in other processes of this machine."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, bucket_bytes: int, timeout_s: float) -> None:
-        super().__init__(engines, make_slot=SharedSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        bucket_bytes: int,
+        timeout_s: float,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        super().__init__(engines, make_slot=SharedSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s, waiting=waiting)
 
 
 class InProcessPublisher(BucketPublisher):
     """For engines in threads of this process."""
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, bucket_bytes: int, timeout_s: float) -> None:
-        super().__init__(engines, make_slot=LocalSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    def __init__(
+        self,
+        engines: Sequence[RolloutEngine],
+        *,
+        bucket_bytes: int,
+        timeout_s: float,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        super().__init__(engines, make_slot=LocalSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s, waiting=waiting)

@@ -69,6 +69,10 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(mapping, path, sugge
         ({"model": {"max_position_embeddings": 8}}, r"exceed model\.max_position_embeddings=8"),
         ({"model": {"dropout": 0.1}}, r"model\.dropout=0\.1"),
         ({"model": {"num_heads": 3}}, r"num_heads=3 is not divisible"),
+        ({"optim": {"warmup_steps": 400}, "trainer": {"num_batches": 100}}, r"warmup_steps=400 is not below the 200"),
+        ({"cache": {"max_versions": 2}}, r"cache\.max_versions=2: trainer\.max_staleness=2 keeps up to 3"),
+        ({"rollout": {"temperature": math.inf}}, r"rollout\.temperature=inf"),
+        ({"rollout": {"load_timeout_s": 0}}, r"rollout\.load_timeout_s=0"),
         ({"rollout": {"top_p": 0.8}}, r"rollout\.top_p=0\.8"),
     ],
 )
@@ -101,6 +105,15 @@ def test_an_impossible_value_is_refused_by_name(mapping, message):
             {"trainer": {"anchor": "current", "max_staleness": 0}, "correction": {"lag": TOKEN_TIS}},
             "max_staleness=0",
         ),
+        (
+            {
+                "trainer": {"anchor": "last_sync", "max_staleness": 0, "sync_every": 3},
+                "correction": {"rejections": [{"factor": "lag", "upper": 2.0}]},
+            },
+            "max_staleness=0",
+        ),
+        ({"trainer": {"anchor": "bypass"}, "correction": {"nonfinite": "unit"}}, "nonfinite=unit"),
+        ({"warm_start": {"path": "x", "num_steps": 5}}, r"warm_start\.num_steps=5 has no effect"),
         ({"trainer": {"anchor": "current"}, "loss": {"kind": "reinforce"}}, "anchor has no effect"),
     ],
 )
@@ -114,3 +127,8 @@ def test_bypass_with_reinforce_may_be_weighted_inside_the_loss():
         {"trainer": {"anchor": "bypass"}, "correction": {"combined": TOKEN_TIS}, "loss": {"kind": "reinforce"}}
     )
     assert config.correction.combined.upper == 2.0
+
+
+def test_lag_may_be_bounded_where_the_anchor_moves_on_between_publications():
+    trainer = {"anchor": "current", "max_staleness": 0, "sync_every": 4}
+    assert parse_config({"trainer": trainer, "correction": {"lag": TOKEN_TIS}}).correction.lag.upper == 2.0

@@ -17,7 +17,7 @@ LEVELS = [
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
     | {"tasks", "rewards", "sample_queue", "loggers", "run_dir", "buckets"},
     {"modeling", "generation", "rollout", "rollout_hf", "engine_worker", "weight_sync", "warm_start", "evaluation"}
-    | {"behaviour", "mini_batch", "learner", "canary", "factors"},
+    | {"behaviour", "mini_batch", "update_report", "learner", "canary", "factors"},
     {"trainer", "config", "plan", "summary", "recorder", "terminal", "run"},
     {"cli"},
 ]

@@ -23,6 +23,13 @@ def test_a_live_anchor_says_from_where_on_the_clip_acts():
     assert "from the second mini-batch on" in _line({"trainer": {"anchor": "current"}}, "loss")
 
 
+def test_in_a_synchronous_run_the_behaviour_policy_is_the_live_one():
+    synchronous = {"anchor": "behaviour", "max_staleness": 0}
+    assert "CANNOT ACT" in _line({"trainer": synchronous | {"mini_batches": 1}}, "loss")
+    assert "from the second mini-batch on" in _line({"trainer": synchronous}, "loss")
+    assert "second mini-batch" not in _line({"trainer": synchronous | {"sync_every": 2}}, "loss")
+
+
 @pytest.mark.parametrize("anchor", ["behaviour", "bypass"])
 def test_an_anchor_at_the_sampling_policy_promises_nothing_about_the_clip(anchor):
     text = _line({"trainer": {"anchor": anchor, "mini_batches": 1}}, "loss")
@@ -46,8 +53,19 @@ def test_each_weight_names_its_factor_and_bounds():
 
 
 def test_the_cache_states_the_bytes_it_may_take():
-    # versions 0..max_staleness+1 may be alive at once, plus one parking place: (3 + 2 + 1) * 1000 * 4 bytes.
-    assert "24,000 bytes" in _line({"trainer": {"max_staleness": 3}}, "state cache")
+    # max_staleness + 1 versions may be alive at once, plus one parking place: (3 + 1 + 1) * 1000 * 4 bytes.
+    assert "20,000 bytes" in _line({"trainer": {"max_staleness": 3}}, "state cache")
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sync_every", "expected"),
+    [(32, 1, "0 to 1 versions"), (48, 1, "0 to 2 versions"), (96, 1, "0 to 3 versions"), (96, 2, "0 to 2 versions")],
+)
+def test_the_staleness_that_can_occur_follows_from_capacity(capacity, sync_every, expected):
+    trainer = {"max_staleness": 3, "sync_every": sync_every}
+    text = _line({"trainer": trainer, "queue": {"capacity_groups": capacity}}, "staleness")
+    assert expected in text
+    assert ("for want of queue capacity" in text) == (expected != "0 to 3 versions")
 
 
 def test_the_synchronous_loop_is_called_by_its_name():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_async.timeline import Timeline, busy_s, overlap_fraction, overlap_s
+from fsdp_async.timeline import Timeline, busy_s, overlap_fraction, overlap_s, without
 
 
 def test_overlapping_and_touching_spans_are_counted_once():
@@ -30,3 +30,10 @@ def test_a_phase_is_recorded_once_also_when_its_body_raises():
     assert span.stop_s >= span.start_s >= 0
     assert timeline.seconds("update") == span.stop_s - span.start_s
     assert timeline.drain() == []
+
+
+def test_holes_are_taken_out_of_spans():
+    spans = [(0.0, 4.0), (3.0, 6.0), (8.0, 9.0)]
+    assert without(spans, []) == [(0.0, 6.0), (8.0, 9.0)]
+    assert without(spans, [(1.0, 2.0), (5.0, 8.5)]) == [(0.0, 1.0), (2.0, 5.0), (8.5, 9.0)]
+    assert without(spans, [(-1.0, 10.0)]) == []

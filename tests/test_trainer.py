@@ -10,16 +10,19 @@ import pytest
 import torch
 from builders import response
 
-from fsdp_async.errors import CanaryError, EngineDiedError, NonFiniteError
-from fsdp_async.learner import PreparedBatch, UpdateReport
+from fsdp_async.errors import CanaryError, EngineDiedError, InputError, NonFiniteError
+from fsdp_async.learner import PreparedBatch
 from fsdp_async.metrics import Statistics
+from fsdp_async.plan import reachable_staleness
 from fsdp_async.rollout import SamplingParams
 from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.timeline import Timeline
 from fsdp_async.trainer import AsyncTrainer, TrainerConfig, TrainerParts
 from fsdp_async.types import Prompt, ResponseGroup
+from fsdp_async.update_report import UpdateReport
 
 CONFIG = TrainerConfig(num_batches=6, groups_per_batch=2, group_size=2, mini_batches=1, max_staleness=1, eval_every=100)
+STEP, SKIP = None, "the gradient norm is nan"
 SAMPLING = SamplingParams(num_samples=2, max_response_tokens=4, temperature=1.0, eos_token_id=1, pad_token_id=0)
 
 
@@ -66,7 +69,7 @@ class FakeLearner:
         self.model = torch.nn.Linear(1, 1)
         self.cache = FakeCache()
         self.batches = []
-        self.outcome = outcome or (lambda step: (1, 0))
+        self.outcome = outcome or (lambda step: (STEP,))
 
     def behaviour_log_probs(self, batch):
         missing = set(batch.versions[batch.response_mask].tolist()) - self.cache.kept
@@ -81,11 +84,10 @@ class FakeLearner:
         return PreparedBatch(batch, behaviour_log_prob, old, correction, batch.rewards, rows, 0)
 
     def update(self, prepared):
-        num_steps, num_skipped = self.outcome(len(self.batches))
-        self.cache.on_optimizer_step(num_steps)
+        outcomes = self.outcome(len(self.batches))
+        self.cache.on_optimizer_step(outcomes.count(STEP))
         mask = prepared.batch.response_mask
-        reasons = ("the gradient norm is nan",) * num_skipped
-        return UpdateReport(prepared.old_log_prob, mask, Statistics(), num_steps, num_skipped, reasons, 1.0, 1e-4)
+        return UpdateReport(prepared.old_log_prob, mask, prepared.correction, Statistics(), outcomes, 1.0, 1e-4)
 
 
 class FakeCache:
@@ -97,6 +99,7 @@ class FakeCache:
         self.kept = set()
         self.lazy = set()
         self.num_copies = 0
+        self.most_kept = 0
 
     @property
     def versions(self):
@@ -104,6 +107,7 @@ class FakeCache:
 
     def snapshot(self, version, *, lazy):
         self.kept.add(version)
+        self.most_kept = max(self.most_kept, len(self.kept))
         self.lazy.add(version)
 
     def retain(self, versions):
@@ -123,6 +127,9 @@ class FakePublisher:
     def publish(self, version, tensors):
         list(tensors)
         self.engine.version = version
+
+    def flush(self):
+        self.engine.flushed_version = self.engine.version
 
 
 def _trainer(config=CONFIG, *, capacity=4, outcome=None, **engine_options):
@@ -159,7 +166,7 @@ def test_no_token_is_ever_staler_than_the_bound(max_staleness, sync_every, per_p
     staleness = [published - int(batch.versions.max()) for published, batch in learner.batches]
     oldest = [published - int(batch.versions[batch.response_mask].min()) for published, batch in learner.batches]
     assert min(staleness) >= 0
-    assert max(oldest) <= max_staleness
+    assert max(oldest) <= min(max_staleness, reachable_staleness(5, config.groups_per_batch, sync_every))
     assert [e["staleness_max"] for e in events if e["event"] == "step"] == oldest
 
 
@@ -223,15 +230,49 @@ def test_the_synchronous_loop_copies_no_version():
     assert learner.cache.num_copies == 0
 
 
-def test_versions_that_nothing_refers_to_are_dropped():
-    trainer, learner, _ = _trainer()
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("sync_every", [1, 2])
+@pytest.mark.parametrize("anchor", ["behaviour", "last_sync"])
+def test_at_most_one_version_more_than_the_staleness_is_kept_at_any_time(max_staleness, sync_every, anchor):
+    config = dataclasses.replace(
+        CONFIG, num_batches=12, max_staleness=max_staleness, sync_every=sync_every, anchor=anchor
+    )
+    trainer, learner, _ = _trainer(config, capacity=9, per_poll=2)
     trainer.run()
-    assert len(learner.cache.kept) <= CONFIG.max_staleness + 2
+    assert learner.cache.most_kept <= max_staleness + 1
+
+
+def test_a_run_ends_only_after_its_last_version_has_reached_the_engine():
+    trainer, _, _ = _trainer()
+    assert trainer.run()
+    assert trainer.parts.engine.flushed_version == trainer.version == 6
+
+
+def test_a_stream_of_prompts_that_ends_is_an_error_and_no_endless_wait():
+    trainer, _, events = _trainer()
+    trainer.parts = dataclasses.replace(trainer.parts, prompts=itertools.islice(trainer.parts.prompts, 5))
+    with pytest.raises(InputError, match=r"the stream of prompts ended: 1 of 2 .* were there"):
+        trainer.run()
+    assert events[-1]["outcome"] == "failed"
+
+
+def test_an_engine_that_dies_of_the_signal_that_stops_the_run_is_no_failure():
+    trainer, _, events = _trainer(fail_after=2)
+    poll = trainer.parts.engine.poll
+
+    def poll_after_signal(timeout_s):
+        if trainer.parts.engine.polls_left == 0:
+            trainer.request_stop()
+        return poll(timeout_s)
+
+    trainer.parts.engine.poll = poll_after_signal
+    assert trainer.run() is False
+    assert events[-1]["outcome"] == "interrupted"
 
 
 def test_a_request_to_stop_ends_between_steps_with_everything_accounted_for():
     trainer, learner, events = _trainer(dataclasses.replace(CONFIG, num_batches=100))
-    learner.outcome = lambda step: (trainer.request_stop() if step == 3 else None, (1, 0))[1]
+    learner.outcome = lambda step: (trainer.request_stop() if step == 3 else None, (STEP,))[1]
     assert trainer.run() is False
     end = events[-1]
     assert (end["event"], end["outcome"]) == ("end", "interrupted")
@@ -268,14 +309,28 @@ def test_a_dead_engine_ends_the_run_with_its_error_and_a_balanced_ledger():
 
 
 def test_skipped_steps_are_counted_and_too_many_in_a_row_end_the_run():
-    trainer, _, events = _trainer(outcome=lambda step: (0, 1) if step > 1 else (1, 0))
+    trainer, _, events = _trainer(outcome=lambda step: (SKIP,) if step > 1 else (STEP,))
     with pytest.raises(NonFiniteError, match=r"4 optimizer steps in a row .*max_skipped_steps=3.*norm is nan"):
         trainer.run()
     assert [e["num_skipped_steps"] for e in events if e["event"] == "step"] == [0, 1, 1, 1, 1]
 
 
+def test_skips_in_a_row_are_counted_over_batches_and_batches_without_a_step_do_not_end_the_row():
+    outcomes = {1: (STEP, SKIP), 2: (SKIP, SKIP), 3: (), 4: (SKIP, STEP)}
+    trainer, _, events = _trainer(outcome=outcomes.get)
+    with pytest.raises(NonFiniteError, match="4 optimizer steps in a row"):
+        trainer.run()
+    assert [e["num_skipped_steps"] for e in events if e["event"] == "step"] == [1, 2, 0, 1]
+
+
+def test_batches_without_anything_to_learn_from_are_no_fault():
+    trainer, _, events = _trainer(outcome=lambda step: ())
+    assert trainer.run()
+    assert sum(e["num_skipped_steps"] + e["num_optimizer_steps"] for e in events if e["event"] == "step") == 0
+
+
 def test_a_good_step_forgives_earlier_skips():
-    trainer, _, events = _trainer(outcome=lambda step: (step % 3 == 0, step % 3 != 0))
+    trainer, _, events = _trainer(outcome=lambda step: (STEP,) if step % 3 == 0 else (SKIP,))
     assert trainer.run()
     assert sum(e["num_skipped_steps"] for e in events if e["event"] == "step") == 4
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 
 import pytest
@@ -89,7 +90,7 @@ def test_an_engine_that_never_copies_is_named_with_who_waited_for_what():
     publisher = SharedMemoryPublisher([engine], bucket_bytes=5000, timeout_s=0.5)
     with pytest.raises(
         EngineTimeoutError,
-        match=r"publication of version 0, bucket 2: .* waited 0\.5 s for fake-engine to copy bucket 0 of version 0",
+        match=r"bucket 2 of version 0: the trainer waited 0\.5 s for fake-engine to copy bucket 0 of version 0",
     ):
         publisher.publish(0, full_tensors(tiny_model()))
     publisher.close()
@@ -108,6 +109,32 @@ def test_the_trainer_may_step_as_soon_as_publish_returns(publisher_type):
     take_bucket(engine.receiver, handed[0])
     assert _equal(engine.model, tiny_model(seed=1))
     publisher.close()
+
+
+def test_flushing_waits_for_what_no_engine_is_known_to_have_copied_and_for_nothing_twice():
+    engine, waits = FakeEngine(), []
+    publisher = SharedMemoryPublisher(
+        [engine], bucket_bytes=1 << 20, timeout_s=1, waiting=lambda: (waits.append(1), contextlib.nullcontext())[1]
+    )
+    publisher.publish(0, full_tensors(tiny_model()))
+    publisher.publish(1, full_tensors(tiny_model()))
+    publisher.flush()
+    publisher.flush()
+    assert engine.waited == [(0, 0), (1, 0)]
+    assert len(waits) == 2
+    publisher.close()
+
+
+def test_memory_that_cannot_grow_leaves_nothing_behind_and_the_error_its_own():
+    before = _segments()
+    publisher = SharedMemoryPublisher([FakeEngine()], bucket_bytes=1 << 62, timeout_s=1)
+    publisher.publish(0, full_tensors(tiny_model()))
+    publisher.publish(1, full_tensors(tiny_model()))
+    huge = torch.empty(1).expand(1 << 50)
+    with pytest.raises(OutputError, match=r"lower rollout\.bucket_bytes"):
+        publisher.publish(2, [("model.norm.weight", huge)])
+    publisher.close()
+    assert _segments() == before
 
 
 def test_a_publication_of_nothing_is_refused():
