@@ -31,6 +31,8 @@ from fsdp_async.update_report import StepOutcome, UpdateRecord, UpdateReport
 
 Anchor = Literal["behaviour", "last_sync", "current", "bypass"]
 
+NOTHING_LEFT = "every token was rejected or has weight 0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
@@ -154,7 +156,13 @@ class Learner:
         for rows in split_rows(prepared.batch.group_ids[prepared.trained_rows], self.objective.mini_batches):
             selected = prepared.trained_rows[rows]
             mini_batch = self._mini_batch(prepared, selected)
-            if self._any_rank(mini_batch.has_advantages):
+            has_rows, has_kept_tokens, has_advantages = (
+                self._any_rank(flag)
+                for flag in (len(selected) > 0, mini_batch.has_kept_tokens, mini_batch.has_advantages)
+            )
+            if has_rows and not has_kept_tokens:
+                record.ended(selected, StepOutcome(Statistics(), 0.0, NOTHING_LEFT))
+            elif has_advantages:
                 record.ended(selected, self._train_on(mini_batch, selected, record))
         return record.report(lr, self.process_group)
 
@@ -201,7 +209,7 @@ class Learner:
                 is_alive = is_alive or bool(alive.any())
             else:
                 (response_log_prob(self.model, dummy_row(mini_batch.batch)).sum() * 0.0).backward()
-        reason = None if self._any_rank(is_alive) else "every token was rejected or has weight 0"
+        reason = None if self._any_rank(is_alive) else NOTHING_LEFT
         if self._any_rank(not math.isfinite(loss)):
             reason = f"the loss is not finite (on this rank: {loss})"
         return self._step(statistics, reason)

@@ -53,6 +53,11 @@ class MiniBatch:
         """False where no row could move the policy, whatever its weight."""
         return bool((self.advantages != 0).any())
 
+    @property
+    def has_kept_tokens(self) -> bool:
+        """False where everything was rejected, or there is no row."""
+        return bool(self.kept_mask.any())
+
     def corrected(self, log_prob: Tensor) -> Correction:
         """Weights and kept mask of these rows; where they are formed inside the loss, from `log_prob` [b,T]."""
         if self.inner_correction is None:
