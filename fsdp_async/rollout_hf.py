@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,8 @@ class _PipeChannel:
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
     """Hold back Ctrl-C while a child starts; it inherits this, and would print a traceback until it can ignore it."""
+    # Started with the first child otherwise, and lets signals through again when it has been.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -128,7 +128,7 @@ def _supervise(
         loss = _supervised_loss(net, pairs[step * config.batch_size : (step + 1) * config.batch_size])
         if not torch.isfinite(loss):
             raise NonFiniteError(
-                f"the warm start diverged at step {step}: loss {float(loss)}; lower warm_start.lr={config.lr}"
+                f"the warm start diverged at step {step}: loss {loss.item()}; lower warm_start.lr={config.lr}"
             )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()

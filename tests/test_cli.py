@@ -1,0 +1,247 @@
+"""The command line as people and schedulers use it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_async.cli import main
+
+QUICK = [
+    "experiment=demo", "trainer.num_batches=3", "trainer.groups_per_batch=4", "trainer.group_size=2",
+    "queue.capacity_groups=6", "task.num_digits=2", "task.eval_items=8", "warm_start.num_steps=2",
+    "optim.warmup_steps=1", "model.hidden_size=32", "model.num_layers=1", "logging.tensorboard=false",
+]  # fmt: skip
+ENDLESS = ["trainer.num_batches=100000", "optim.schedule=constant"]
+DEADLINE_S = 90.0
+
+
+def _places(tmp_path):
+    return [f"run.output_dir={tmp_path / 'run'}", f"warm_start.directory={tmp_path / 'warm'}"]
+
+
+def _children(pid):
+    """Living processes whose parent is `pid`, and theirs."""
+    found, parents = [], {pid}
+    stats = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stats[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    while parents:
+        parents = {child for child, parent in stats.items() if parent in parents} - set(found)
+        found += parents
+    return found
+
+
+def _start(tmp_path, *overrides):
+    command = [sys.executable, "-m", "fsdp_async.cli", "train", *QUICK, *_places(tmp_path), *overrides]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def _wait_for(condition, process, what):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, f"ended before {what}:\n{process.stdout.read()}"
+        assert time.monotonic() < deadline, f"no {what} within {DEADLINE_S} s"
+        time.sleep(0.01)
+
+
+def _events(run):
+    path = run / "metrics.jsonl"
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _end(process):
+    """Output and exit code; nothing of the process may be left."""
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return output, process.returncode
+
+
+def _check_gone(pids):
+    """The engine is gone when its run is; the tracker of shared memory notices the end of the run."""
+    assert pids
+    deadline = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
+        assert time.monotonic() < deadline, f"{left} outlived their parent"
+        time.sleep(0.02)
+
+
+def _check_interrupted(run):
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["outcome"] == "interrupted"
+    assert summary["samples_submitted"] == summary["samples_produced"] + summary["samples_in_flight"]
+    assert summary["samples_produced"] == (
+        summary["samples_consumed"] + summary["samples_dropped"] + summary["samples_queued"]
+    )
+    assert _events(run)[-1] == "end"
+    assert sorted(path.name for path in run.parent.iterdir()) == ["run", "warm"]
+
+
+def test_a_run_ends_with_its_summary_and_exit_code_zero(tmp_path, capsys):
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread", "loss.clip_high=inf"]) == 0
+    output = capsys.readouterr().out
+    assert "accuracy_last" in output
+    assert f"results: {tmp_path / 'run'}" in output
+    assert "\x1b" not in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["outcome"], summary["num_batches"]) == ("completed", 3)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["loss"]["clip_high"] == "inf"
+    assert signal.getsignal(signal.SIGINT) is before, "handlers of the caller come back"
+
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread"]) == 1
+    assert "run.overwrite=true" in capsys.readouterr().err
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread", "run.overwrite=true"]) == 0
+    assert len(list(tmp_path.glob("run.old-*"))) == 1
+
+
+def test_a_plan_starts_and_writes_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", *QUICK, "correction=decoupled_token_is"]) == 0
+    output = capsys.readouterr().out
+    assert "old_log_prob (anchor current)" in output
+    assert "combined pi_p/mu weight: token level, truncate to [-, 2]" in output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["optim.learning_rate=1"], "unknown key 'optim.learning_rate': Known here: beta1, "),
+        (["trainer.max_stalness=1"], "did you mean 'max_staleness'?"),
+        (["+trainer.foo=1"], "unknown key 'trainer.foo'"),
+        (["correction=token"], "token"),
+        (["experiment=nothing"], "nothing"),
+        (["optim.lr=fast"], "optim.lr='fast'"),
+        (["trainer.group_size=1"], "trainer.group_size=1"),
+        (["trainer.mini_batches=3"], "not divisible"),
+        (["task.max_prompt_tokens=2"], "task.max_prompt_tokens=2"),
+        (["rollout.max_response_tokens=2"], "rollout.max_response_tokens=2"),
+        (["model.max_position_embeddings=4"], "exceed model.max_position_embeddings=4"),
+        (["rollout.top_p=0.8"], "rollout.top_p=0.8"),
+        (["model.dropout=0.1"], "model.dropout=0.1"),
+        (["~task.num_digits", "task.kind=jsonl", "task.path=nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["~warm_start.num_steps", "warm_start.path=nowhere.safetensors"], "nowhere.safetensors: no such file"),
+        (["cache.max_bytes=1000"], "cache.max_bytes=1,000"),
+        (["correction=bypass_ppo_clip", "+correction.combined={upper: 2}"], "clipped ratio is the only correction"),
+        (["trainer.anchor=bypass"], "no behaviour log-probs to split by"),
+        (["run.output_dir=/"], "root of a file system"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_sentence_and_nothing_is_written(overrides, message, tmp_path, capsys):
+    places = [place for place in _places(tmp_path) if place.split("=")[0] not in str(overrides)]
+    if "warm_start.path" in str(overrides):
+        places = places[:1]
+    assert main(["train", *QUICK, *places, *overrides]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_lists_groups_keys_and_examples(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    output = capsys.readouterr().out
+    for text in ("experiment: demo", "behaviour_token_tis", "max_staleness: 2", "fsdp-async train experiment=demo"):
+        assert text in output
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train", "--fast"]])
+def test_unusable_arguments_have_an_exit_code_of_their_own(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "usage: fsdp-async" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
+def test_a_signal_ends_a_run_after_the_step_in_hand_with_everything_whole(tmp_path, number, code, whole_group):
+    before = set(os.listdir("/dev/shm"))
+    process = _start(tmp_path, *ENDLESS)
+    _wait_for(lambda: _events(tmp_path / "run").count("step") >= 2, process, "second step")
+    children = _children(process.pid)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
+    output, returned = _end(process)
+    assert returned == code, output
+    assert "Traceback" not in output
+    _check_gone(children)
+    assert set(os.listdir("/dev/shm")) <= before
+    _check_interrupted(tmp_path / "run")
+
+
+def test_a_second_signal_ends_a_run_at_once_and_leaves_no_child(tmp_path):
+    process = _start(tmp_path, *ENDLESS)
+    _wait_for(lambda: _events(tmp_path / "run").count("step") >= 1, process, "first step")
+    children = _children(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
+    output, returned = _end(process)
+    assert returned == 130, output
+    assert "Traceback" not in output
+    _check_gone(children)
+    _check_interrupted(tmp_path / "run")
+
+
+def test_a_signal_during_the_warm_start_leaves_no_half_written_file(tmp_path):
+    process = _start(tmp_path, "warm_start.num_steps=1000000")
+    _wait_for(lambda: (tmp_path / "run" / "run.json").exists() and _children(process.pid), process, "warm start")
+    children = _children(process.pid)
+    os.killpg(process.pid, signal.SIGINT)
+    output, returned = _end(process)
+    assert returned == 130, output
+    assert "Traceback" not in output
+    _check_gone(children)
+    assert not (tmp_path / "warm").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_second_run_into_a_directory_in_use_is_refused_and_the_first_goes_on(tmp_path, capsys):
+    first = _start(tmp_path, *ENDLESS)
+    _wait_for(lambda: "step" in _events(tmp_path / "run"), first, "first step")
+    for overwrite in ("false", "true"):
+        assert main(["train", *QUICK, *_places(tmp_path), f"run.overwrite={overwrite}"]) == 1
+        assert f"in use by a living run (process {first.pid})" in capsys.readouterr().err
+    steps = _events(tmp_path / "run").count("step")
+    _wait_for(lambda: _events(tmp_path / "run").count("step") > steps, first, "next step")
+    os.kill(first.pid, signal.SIGTERM)
+    assert _end(first)[1] == 143
+    _check_interrupted(tmp_path / "run")
+
+
+def test_a_run_that_is_killed_before_its_first_step_leaves_the_old_results_in_place(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('"old"')
+    process = _start(tmp_path, "run.overwrite=true", "warm_start.num_steps=1000000")
+    _wait_for(lambda: (tmp_path / ".run.new" / "run.json").exists(), process, "new run")
+    children = _children(process.pid)
+    process.kill()
+    _end(process)
+    assert (tmp_path / "run" / "summary.json").read_text() == '"old"'
+    _check_gone(children)
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_and_a_balanced_ledger(tmp_path):
+    process = _start(tmp_path, *ENDLESS)
+    _wait_for(lambda: "step" in _events(tmp_path / "run"), process, "first step")
+    engine = max(_children(process.pid), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+    os.kill(engine, signal.SIGKILL)
+    output, returned = _end(process)
+    assert returned == 1
+    assert "EngineDiedError: engine-0 ended: process" in output
+    assert "signal SIGKILL" in output
+    assert "Traceback" not in output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["outcome"] == "failed"
+    assert summary["samples_submitted"] == summary["samples_consumed"] + summary["samples_dropped"]
