@@ -22,6 +22,9 @@ torch.set_num_threads(1)
 NOT_OURS = ("PYTEST_", "TORCHINDUCTOR_")
 
 
+THREAD_END_S = 2.0
+
+
 def _environment():
     return {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
 
@@ -33,7 +36,10 @@ def _leaves_nothing_behind():
     environment = _environment()
     initialized = dist.is_initialized()
     yield
-    leaked = [t.name for t in threading.enumerate() if t not in threads and t.is_alive()]
+    new = [thread for thread in threading.enumerate() if thread not in threads]
+    for thread in new:
+        thread.join(THREAD_END_S)  # one that was told to end may not have got round to it
+    leaked = [thread.name for thread in new if thread.is_alive()]
     assert not leaked, f"threads left running: {leaked}"
     after = _environment()
     assert after == environment, f"environment changed: {set(after.items()) ^ set(environment.items())}"
