@@ -120,7 +120,7 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
                 trainer.run()
             finally:
                 summary = recorder.finish()
-        view.finished(summary, directory.kept)
+        view.finished(summary, Path(config.run.output_dir) if directory.is_kept else None)
         return summary
 
 

@@ -45,9 +45,9 @@ class RunDirectory:
         return self._staging or self._target
 
     @property
-    def kept(self) -> Path | None:
-        """Where the results will lie when the lock is gone; None for those of a run that never took its place."""
-        return None if self._staging is not None else self._target
+    def is_kept(self) -> bool:
+        """Whether results stay when the lock is gone: not those of a run that never took the old one's place."""
+        return self._staging is None
 
     def __enter__(self) -> Self:
         if not self._target.name:
