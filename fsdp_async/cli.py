@@ -72,7 +72,7 @@ def compose_config(overrides: Sequence[str]) -> Config:
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
             composed = compose("config", overrides=list(overrides))
         mapping = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises the last one, too
         raise ConfigError(_hydra_message(error)) from error
     assert isinstance(mapping, dict)
     return parse_config({str(key): value for key, value in mapping.items()})

@@ -123,6 +123,8 @@ def test_a_plan_starts_and_writes_nothing(tmp_path, capsys, monkeypatch):
         (["+trainer.foo=1"], "unknown key 'trainer.foo'"),
         (["correction=token"], "token"),
         (["experiment=nothing"], "nothing"),
+        (["task=null"], "Config group override must be a string"),
+        (["task=jsonl"], "task.path"),
         (["optim.lr=fast"], "optim.lr='fast'"),
         (["trainer.group_size=1"], "trainer.group_size=1"),
         (["trainer.mini_batches=3"], "not divisible"),
@@ -148,6 +150,15 @@ def test_what_cannot_run_is_refused_in_one_sentence_and_nothing_is_written(overr
     assert message in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_task_of_ones_own_is_a_file_and_a_word(tmp_path, capsys):
+    lines = [json.dumps({"prompt": f"{n:02d}=", "answer": f"{n:02d}"[::-1]}) for n in range(60)]
+    (tmp_path / "task.jsonl").write_text("\n".join(lines))
+    overrides = ["task=jsonl", f"task.path={tmp_path / 'task.jsonl'}", "task.eval_items=20", "rollout=thread"]
+    arguments = [argument for argument in QUICK if not argument.startswith("task.")]
+    assert main(["train", *arguments, *_places(tmp_path), *overrides]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["num_batches"] == 3
 
 
 def test_help_lists_groups_keys_and_examples(capsys):
