@@ -77,7 +77,7 @@ def compute_advantages(
 
     Args:
         rewards: [B] of any real dtype.
-        group_ids: [B] int64; rows with one id are answers to one prompt, in any order. A group lies whole on a rank.
+        group_ids: [B] int64; rows with one id are responses to one prompt, in any order. A group lies whole on a rank.
         config: the baseline.
         row_kept: [B] bool, False where the whole response was rejected; None keeps all. What a rejected row's reward
             is, NaN included, changes nothing with `over="kept"`.

@@ -43,7 +43,7 @@ def behaviour_log_probs(
     """
     result = torch.zeros_like(batch.rollout_log_prob)
     for version, num_forwards in _agreed_visits(batch, micro_batch_tokens, cache.process_group).items():
-        rows = (batch.versions == version).any(dim=1).nonzero().squeeze(1)
+        rows = _rows_of(batch, version)
         values = log_probs_at(
             cache, version, batch.rows(rows), forward, micro_batch_tokens=micro_batch_tokens, num_forwards=num_forwards
         )
@@ -109,12 +109,15 @@ def agreed_max(value: int, group: ProcessGroup | None) -> int:
     return max(gathered)
 
 
+def _rows_of(batch: TrainBatch, version: int) -> Tensor:
+    """Indices of the rows of which `version` sampled a token."""
+    return (batch.versions == version).any(dim=1).nonzero().squeeze(1)
+
+
 def _agreed_visits(batch: TrainBatch, micro_batch_tokens: int | None, group: ProcessGroup | None) -> Mapping[int, int]:
     """Version -> number of forwards, ascending; the union over ranks, the largest number wins."""
     mine = {
-        version: len(
-            micro_batches(batch.rows((batch.versions == version).any(dim=1).nonzero().squeeze(1)), micro_batch_tokens)
-        )
+        version: len(micro_batches(batch.rows(_rows_of(batch, version)), micro_batch_tokens))
         for version in batch.sampled_versions
     }
     gathered: list[dict[int, int]] = [mine]

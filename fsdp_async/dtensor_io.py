@@ -59,11 +59,6 @@ class TensorSpec:
     mesh: str | None
     placements: tuple[str, ...] | None
 
-    @property
-    def local_nbytes(self) -> int:
-        """Bytes of this rank's shard."""
-        return self.dtype.itemsize * torch.Size(self.local_shape).numel()
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -117,12 +112,15 @@ class Layout:
         found = {spec.fqn for spec in live.tensors} | after.keys()
         for name in sorted(known & found):
             if before.get(name) != after.get(name):
-                expected, now = (f"shared with {first!r}" if first else "of its own" for first in (
-                    before.get(name), after.get(name)))  # fmt: skip
                 raise StateMismatchError(
-                    f"{label}: tensor {name!r}: expected {expected}, found {now} in the live model; nothing was "
-                    "written. Tie or untie weights before the first snapshot"
+                    f"{label}: tensor {name!r}: expected {_sharing(before.get(name))}, found "
+                    f"{_sharing(after.get(name))} in the live model; nothing was written. Tie or untie weights before "
+                    "the first snapshot"
                 )
+
+
+def _sharing(first: str | None) -> str:
+    return f"shared with {first!r}" if first else "of its own"
 
 
 def check_sharded(live: LiveState, sharded: Container[str]) -> None:

@@ -1,7 +1,7 @@
 """The working side of the transformers engine, in a child process or a thread.
 
 Owns the model, the waiting prompts and the loop: take commands, copy weights, generate a chunk, report. Weights are
-taken between chunks, so that every answer has one version. It gives a sign of life at least each `BEAT_S`, also
+taken between chunks, so that every response has one version. It gives a sign of life at least each `BEAT_S`, also
 between the tokens of a chunk. It knows the channel only as something to send to and receive from.
 """
 
@@ -33,7 +33,7 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Submit:
-    """Prompts to answer; groups carry `version` as submitted version."""
+    """Prompts to respond to; groups carry `version` as submitted version."""
 
     prompts: tuple[Prompt, ...]
     params: SamplingParams

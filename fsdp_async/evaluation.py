@@ -1,6 +1,6 @@
 """Sampled accuracy on fixed items.
 
-Owns the measure by which runs are compared: one sampled answer to each evaluation prompt, by a generator that is the
+Owns the measure by which runs are compared: one sampled response to each evaluation prompt, by a generator that is the
 same at every evaluation, so that only the weights differ.
 """
 
@@ -20,7 +20,7 @@ from fsdp_async.types import Prompt
 def sampled_accuracy(
     model: nn.Module, prompts: Sequence[Prompt], reward: Reward, sampling: SamplingParams, *, seed: int
 ) -> float:
-    """Mean reward of one sampled answer to each of `prompts`, in [0, 1] for a reward in [0, 1].
+    """Mean reward of one sampled response to each of `prompts`, in [0, 1] for a reward in [0, 1].
 
     The model is put into eval mode for the duration; the global RNG is not used.
     """

@@ -1,7 +1,7 @@
 """Sampling from a transformers model.
 
-Owns the loop that draws answers with a KV cache and records what each token's log-prob was. It uses no global random
-state: an answer depends on the weights, the seed and the prompt's identity, not on what else is generated with it
+Owns the loop that draws responses with a KV cache and records what each token's log-prob was. It uses no global random
+state: a response depends on the weights, the seed and the prompt's identity, not on what else is generated with it
 (up to float32 rounding) or when.
 """
 
@@ -37,12 +37,12 @@ def generate(
         prompts: N prompts of any lengths.
         params: how to sample.
         version: what the tokens are labelled with, as behaviour and as submitted version.
-        seed: with the prompt's identity, seeds the draws of its answers.
+        seed: with the prompt's identity, seeds the draws of its responses.
         on_step: called before every forward; may raise to give up.
 
     Returns:
-        One group a prompt, in order. A sampled EOS is part of the answer and under the mask; `finish_reason` is
-        "length" for an answer that reached `max_response_tokens` without it.
+        One group a prompt, in order. A sampled EOS is part of the response and under the mask; `finish_reason` is
+        "length" for a response that reached `max_response_tokens` without it.
     """
     uniforms = torch.cat([_uniforms(prompt, params, seed) for prompt in prompts])
     with torch.no_grad():
@@ -76,7 +76,7 @@ def _sample(
             on_step()
         logits = _next_logits(model, ids, attention, positions, cache)
         if step == 0:
-            # Each prompt was read once; its answers share what was read.
+            # Each prompt was read once; its responses share what was read.
             logits = logits.repeat_interleave(params.num_samples, dim=0)
             attention = attention.repeat_interleave(params.num_samples, dim=0)
             positions = positions[:, -1:].repeat_interleave(params.num_samples, dim=0)

@@ -91,17 +91,18 @@ def _correction(config: Config) -> str:
 
 
 def _bounds(bounds: Bounds) -> str:
-    lower = "-" if bounds.lower is None else f"{bounds.lower:g}"
-    upper = "-" if bounds.upper is None else f"{bounds.upper:g}"
-    return f"{bounds.level} level, {bounds.mode} to [{lower}, {upper}]"
+    return f"{bounds.level} level, {bounds.mode} to {_interval(bounds.lower, bounds.upper)}"
 
 
-def _rejection(rejection: Rejection) -> str:
-    lower = "-" if rejection.lower is None else f"{rejection.lower:g}"
-    upper = "-" if rejection.upper is None else f"{rejection.upper:g}"
-    what = "tokens" if rejection.aggregate == "token" else "responses"
-    value = f"{rejection.aggregate} {rejection.factor} {rejection.statistic}"
-    return f"rejects {what} whose {value} is outside [{lower}, {upper}]"
+def _rejection(rule: Rejection) -> str:
+    what = "tokens" if rule.aggregate == "token" else "responses"
+    value = f"{rule.aggregate} {rule.factor} {rule.statistic}"
+    return f"rejects {what} whose {value} is outside {_interval(rule.lower, rule.upper)}"
+
+
+def _interval(lower: float | None, upper: float | None) -> str:
+    low, high = ("-" if bound is None else f"{bound:g}" for bound in (lower, upper))
+    return f"[{low}, {high}]"
 
 
 def _loss(config: Config) -> str:

@@ -1,6 +1,6 @@
 """Verifiable rewards.
 
-Owns the score of one answer against its prompt's known answer. Pure; a reward that is no number is an error here and
+Owns the score of one response against its prompt's known answer. Pure; a reward that is no number is an error here and
 never reaches a gradient.
 """
 
@@ -16,7 +16,7 @@ from fsdp_async.types import Prompt, Response, ResponseGroup
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """How an answer is scored.
+    """How a response is scored.
 
     `exact`: 1 for the whole right answer and its end, else 0. `graded`: share of right positions, the end included.
     """
@@ -25,7 +25,7 @@ class RewardConfig:
 
 
 class Reward(Protocol):
-    """Scores one answer."""
+    """Scores one response."""
 
     def score(self, prompt: Prompt, response: Response) -> float:
         """A finite number, larger is better."""

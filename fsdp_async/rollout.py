@@ -18,7 +18,7 @@ from fsdp_async.types import Prompt, ResponseGroup
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How answers are drawn: `num_samples` to each prompt, from the whole tempered distribution."""
+    """How responses are drawn: `num_samples` to each prompt, from the whole tempered distribution."""
 
     num_samples: int
     max_response_tokens: int

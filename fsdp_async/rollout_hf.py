@@ -110,7 +110,7 @@ class _Proxy:
             if self._is_ready and time.monotonic() > deadline_s:
                 raise EngineTimeoutError(
                     f"{self.name} confirmed bucket {self._loaded[1]} of version {self._loaded[0]} last, and has "
-                    f"{self._num_outstanding} prompts to answer"
+                    f"{self._num_outstanding} prompts to respond to"
                 )
             if not self._is_ready:
                 deadline_s = time.monotonic() + timeout_s
@@ -122,7 +122,7 @@ class _Proxy:
         return spans
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Nothing: answers depend on weights, seed and prompt alone."""
+        """Nothing: responses depend on weights, seed and prompt alone."""
         return {}
 
     def _send(self, message: Any) -> None:

@@ -48,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled answer.
+    """What was sampled for a prompt once; a sample.
 
     `rollout_log_prob[t]` is the engine's log-prob of `token_ids[t]` (nats, temperature applied);
     `response_mask[t]` is True where the policy sampled the token. The spans tile the response.
@@ -85,7 +85,7 @@ class Response:
 
 @dataclass(frozen=True)
 class ResponseGroup:
-    """The G answers to one prompt; groups move through the queue whole."""
+    """The G responses to one prompt; groups move through the queue whole."""
 
     prompt: Prompt
     responses: tuple[Response, ...]
