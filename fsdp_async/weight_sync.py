@@ -130,17 +130,17 @@ class _InUse:
 class BucketPublisher:
     """A publisher over one kind of slot; see the module docstring. `waiting()` surrounds each wait for engines."""
 
+    make_slot: type[SharedSlot] | type[LocalSlot]
+
     def __init__(
         self,
         engines: Sequence[RolloutEngine],
         *,
-        make_slot: type[SharedSlot] | type[LocalSlot],
         bucket_bytes: int,
         timeout_s: float,
         waiting: Waiting = nullcontext,
     ) -> None:
         self._engines = list(engines)
-        self._make_slot = make_slot
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._waiting = waiting
@@ -186,7 +186,7 @@ class BucketPublisher:
             used.slot.free()
             used.slot = None
         if used.slot is None:
-            used.slot = self._make_slot(max(1, num_bytes))
+            used.slot = self.make_slot(max(1, num_bytes))
         used.awaited = claim
         return used.slot
 
@@ -212,26 +212,10 @@ class BucketPublisher:
 class SharedMemoryPublisher(BucketPublisher):
     """For engines in other processes of this machine."""
 
-    def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-        waiting: Waiting = nullcontext,
-    ) -> None:
-        super().__init__(engines, make_slot=SharedSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s, waiting=waiting)
+    make_slot = SharedSlot
 
 
 class InProcessPublisher(BucketPublisher):
     """For engines in threads of this process."""
 
-    def __init__(
-        self,
-        engines: Sequence[RolloutEngine],
-        *,
-        bucket_bytes: int,
-        timeout_s: float,
-        waiting: Waiting = nullcontext,
-    ) -> None:
-        super().__init__(engines, make_slot=LocalSlot, bucket_bytes=bucket_bytes, timeout_s=timeout_s, waiting=waiting)
+    make_slot = LocalSlot
