@@ -32,13 +32,13 @@ from fsdp_async.trainer import AsyncTrainer
 
 EPILOG = """\
 KEY=VALUE follows Hydra: a group is chosen by name (experiment=demo, correction=decoupled_token_is), a key is set by
-its path (optim.lr=2e-4 trainer.max_staleness=0), a list or mapping is written in braces
-(correction.combined={level: sequence, mode: mask, upper: 2}).
+its path (optim.lr=2e-4 trainer.max_staleness=0), a mapping is quoted for the shell and written in braces.
 
 examples:
   fsdp-async train experiment=demo
   fsdp-async train experiment=demo optim.lr=2e-4 run.output_dir=outputs/lr2e-4
   fsdp-async plan experiment=demo correction=bypass_ppo_clip
+  fsdp-async plan experiment=demo 'correction.mismatch={level: sequence, mode: mask, upper: 2}'
 """
 
 
@@ -67,6 +67,9 @@ def compose_config(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: whatever Hydra or `parse_config` refuse, in one sentence.
     """
+    for override in overrides:
+        if re.match(r"[+~]*hydra\b", override):
+            raise ConfigError(f"{override}: Hydra's own settings have no effect here; a run writes to run.output_dir")
     ConfigStore.instance().store(name="defaults", node=asdict(Config()))
     try:
         with initialize_config_dir(str(config_directory()), version_base="1.3"):
@@ -85,17 +88,24 @@ def config_directory() -> Path:
 
 
 def _hydra_message(error: Exception) -> str:
+    """Hydra's words, or, where a key is unknown, ours: Hydra's advise to add it, and we would refuse it then."""
     text = str(error)
-    unknown = re.search(r"Could not override '([\w.]+)'", text)
-    if unknown is None:
+    overridden = re.search(r"Could not override '([\w.]+)'", text)
+    if overridden is None:
         return text
-    node: Any = asdict(Config())
-    parts = unknown[1].split(".")
-    for depth, part in enumerate(parts):
-        if not isinstance(node, Mapping) or part not in node:
-            known = list(node) if isinstance(node, Mapping) else []
-            return unknown_key_message(".".join(parts[: depth + 1]), known) if known else text
-        node = node[part]
+    # Inside a mapping in braces it is not the key on the left that is unknown.
+    path = str(getattr(error.__cause__, "full_key", None) or overridden[1])
+    names = {*asdict(Config()), *(group.name for group in _groups())}
+    section = path.partition(".")[0]
+    if section not in names:
+        return unknown_key_message(section, names)
+    mapping: Any = None
+    for part in reversed(path.split(".")):
+        mapping = {part: mapping}
+    try:
+        parse_config(mapping)
+    except ConfigError as refused:
+        return str(refused) if str(refused).startswith("unknown key") else text
     return text
 
 
@@ -112,18 +122,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _groups() -> list[Path]:
+    return sorted(path for path in config_directory().iterdir() if path.is_dir())
+
+
 def _groups_help() -> str:
-    groups = sorted(path for path in config_directory().iterdir() if path.is_dir())
-    choices = (f"  {g.name}: {', '.join(sorted(f.stem for f in g.glob('*.yaml')))}" for g in groups)
+    choices = (f"  {g.name}: {', '.join(sorted(f.stem for f in g.glob('*.yaml')))}" for g in _groups())
     return "groups:\n" + "\n".join(choices)
 
 
 class _Signals:
-    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once. Old handlers come back."""
+    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once. Old handlers come back.
+
+    Once the run is ending, signals change nothing: what is left takes bounded time, and files would be left unwritten.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._trainer: AsyncTrainer | None = None
+        self._is_ending = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -139,16 +156,23 @@ class _Signals:
         """From now on a first signal is a request to `trainer`."""
         self._trainer = trainer
 
+    def let_end(self) -> None:
+        """From now on no signal stops anything."""
+        self._is_ending = True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_ending:
+            return
         again = self.received is not None
         self.received = number
         if again or self._trainer is None:
+            self._is_ending = True
             raise KeyboardInterrupt
         self._trainer.request_stop()
 
 
 class _View(Terminal):
-    """The terminal, plus the moment from which a signal can stop the trainer gently."""
+    """The terminal, plus the moments between which a signal can stop the trainer."""
 
     def __init__(self, num_batches: int, signals: _Signals) -> None:
         super().__init__(num_batches)
@@ -156,6 +180,11 @@ class _View(Terminal):
 
     def trainer_ready(self, trainer: AsyncTrainer) -> None:
         self._signals.stop_gently(trainer)
+
+    def observe(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        if event == "end":
+            self._signals.let_end()
+        super().observe(event, step, values)
 
 
 def _train(config: Config) -> int:

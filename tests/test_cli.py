@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from shared_memory import left, segments_of
 
 from fsdp_async.cli import main
 
@@ -179,16 +180,16 @@ def test_unusable_arguments_have_an_exit_code_of_their_own(arguments, capsys):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
 def test_a_signal_ends_a_run_after_the_step_in_hand_with_everything_whole(tmp_path, number, code, whole_group):
-    before = set(os.listdir("/dev/shm"))
     process = _start(tmp_path, *ENDLESS)
     _wait_for(lambda: _events(tmp_path / "run").count("step") >= 2, process, "second step")
-    children = _children(process.pid)
+    children, segments = _children(process.pid), segments_of(process.pid)
+    assert segments
     (os.killpg if whole_group else os.kill)(process.pid, number)
     output, returned = _end(process)
     assert returned == code, output
     assert "Traceback" not in output
     _check_gone(children)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert left(segments) == []
     _check_interrupted(tmp_path / "run")
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import pytest
 import torch
 from builders import tiny_model
+from shared_memory import left, segments_of
 
 from fsdp_async.buckets import WeightReceiver
 from fsdp_async.dtensor_io import full_tensors
@@ -40,10 +40,6 @@ class FakeEngine:
 PUBLISHERS = [SharedMemoryPublisher, InProcessPublisher]
 
 
-def _segments():
-    return set(os.listdir("/dev/shm"))
-
-
 def _equal(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
@@ -51,7 +47,6 @@ def _equal(a, b):
 @pytest.mark.parametrize("publisher_type", PUBLISHERS)
 @pytest.mark.parametrize("bucket_bytes", [1 << 20, 5000])
 def test_every_engine_holds_what_was_published_and_no_memory_is_left(publisher_type, bucket_bytes):
-    before = _segments()
     engines = [FakeEngine(), FakeEngine()]
     publisher = publisher_type(engines, bucket_bytes=bucket_bytes, timeout_s=1)
     for version in range(3):
@@ -61,9 +56,11 @@ def test_every_engine_holds_what_was_published_and_no_memory_is_left(publisher_t
     for engine in engines:
         assert [is_last for v, _, is_last in engine.buckets if v == 2][-1]
         assert sum(is_last for v, _, is_last in engine.buckets if v == 2) == 1
+    segments = segments_of()
+    assert bool(segments) == (publisher_type is SharedMemoryPublisher)
     publisher.close()
     publisher.close()
-    assert _segments() == before
+    assert left(segments) == []
 
 
 def test_a_model_that_fits_is_handed_over_without_waiting_for_any_engine():
@@ -126,15 +123,16 @@ def test_flushing_waits_for_what_no_engine_is_known_to_have_copied_and_for_nothi
 
 
 def test_memory_that_cannot_grow_leaves_nothing_behind_and_the_error_its_own():
-    before = _segments()
     publisher = SharedMemoryPublisher([FakeEngine()], bucket_bytes=1 << 62, timeout_s=1)
     publisher.publish(0, full_tensors(tiny_model()))
     publisher.publish(1, full_tensors(tiny_model()))
+    segments = segments_of()
     huge = torch.empty(1).expand(1 << 50)
     with pytest.raises(OutputError, match=r"lower rollout\.bucket_bytes"):
         publisher.publish(2, [("model.norm.weight", huge)])
     publisher.close()
-    assert _segments() == before
+    assert segments
+    assert left(segments) == []
 
 
 def test_a_publication_of_nothing_is_refused():
