@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +17,9 @@ from pathlib import Path
 import pytest
 from shared_memory import left, segments_of
 
-from fsdp_async.cli import main
+from fsdp_async.cli import EPILOG, config_directory, main
+from fsdp_async.recorder import Recorder
+from fsdp_async.terminal import Terminal
 
 QUICK = [
     "experiment=demo", "trainer.num_batches=3", "trainer.groups_per_batch=4", "trainer.group_size=2",
@@ -60,21 +65,29 @@ def _wait_for(condition, process, what):
 
 def _events(run):
     path = run / "metrics.jsonl"
-    return [json.loads(line)["event"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line, parse_constant=pytest.fail)["event"] for line in lines]
 
 
 def _end(process):
-    """Output and exit code; nothing of the process may be left."""
+    """Output and exit code."""
     output, _ = process.communicate(timeout=DEADLINE_S)
     return output, process.returncode
 
 
-def _check_gone(pids):
+def _holdings(process):
+    """What must go with a run: its children and the shared memory that it has mapped."""
+    holdings = _children(process.pid), segments_of(process.pid)
+    assert holdings[0]
+    return holdings
+
+
+def _check_gone(holdings):
     """The engine is gone when its run is; the tracker of shared memory notices the end of the run."""
-    assert pids
+    children, segments = holdings
     deadline = time.monotonic() + DEADLINE_S
-    while left := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]:
-        assert time.monotonic() < deadline, f"{left} outlived their parent"
+    while remaining := [pid for pid in children if os.path.exists(f"/proc/{pid}")] + left(segments):
+        assert time.monotonic() < deadline, f"{remaining} outlived the run"
         time.sleep(0.02)
 
 
@@ -86,6 +99,7 @@ def _check_interrupted(run):
         summary["samples_consumed"] + summary["samples_dropped"] + summary["samples_queued"]
     )
     assert _events(run)[-1] == "end"
+    assert list(run.rglob(".*")) == [], "no temporary file is left"
     assert sorted(path.name for path in run.parent.iterdir()) == ["run", "warm"]
 
 
@@ -113,7 +127,32 @@ def test_a_plan_starts_and_writes_nothing(tmp_path, capsys, monkeypatch):
     output = capsys.readouterr().out
     assert "old_log_prob (anchor current)" in output
     assert "combined pi_p/mu weight: token level, truncate to [-, 2]" in output
+    assert "\x1b" not in output
     assert list(tmp_path.iterdir()) == []
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("correction", sorted(path.stem for path in (config_directory() / "correction").iterdir()))
+@pytest.mark.parametrize("engine", ["process", "thread"])
+def test_every_choice_of_a_group_goes_with_the_experiment(correction, engine, capsys):
+    assert main(["plan", "experiment=demo", f"correction={correction}", f"rollout={engine}"]) == 0
+    assert "batches: 200 of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("example", re.findall(r"^  fsdp-async (?:train|plan) (.*)", EPILOG, re.MULTILINE))
+def test_every_example_of_the_help_is_accepted(example, capsys):
+    assert main(["plan", *shlex.split(example)]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_is_for_terminals_only(is_terminal, tmp_path, capsys, monkeypatch):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread"]) == 0
+    output = "".join(capsys.readouterr())
+    for control in ("\x1b", "\r", "3/3", "samples/s"):
+        assert (control in output) == is_terminal
 
 
 @pytest.mark.parametrize(
@@ -122,6 +161,11 @@ def test_a_plan_starts_and_writes_nothing(tmp_path, capsys, monkeypatch):
         (["optim.learning_rate=1"], "unknown key 'optim.learning_rate': Known here: beta1, "),
         (["trainer.max_stalness=1"], "did you mean 'max_staleness'?"),
         (["+trainer.foo=1"], "unknown key 'trainer.foo'"),
+        (["exprement=demo"], "did you mean 'experiment'?"),
+        (["optim={lrr: 3}"], "unknown key 'optim.lrr': did you mean 'lr'?"),
+        (["correction.combined.uper=3"], "unknown key 'correction.combined.uper': did you mean 'upper'?"),
+        (["model.hidden_size.x=3"], "Could not override 'model.hidden_size.x'"),
+        (["hydra.run.dir=elsewhere"], "no effect here; a run writes to run.output_dir"),
         (["correction=token"], "token"),
         (["experiment=nothing"], "nothing"),
         (["task=null"], "Config group override must be a string"),
@@ -182,39 +226,72 @@ def test_unusable_arguments_have_an_exit_code_of_their_own(arguments, capsys):
 def test_a_signal_ends_a_run_after_the_step_in_hand_with_everything_whole(tmp_path, number, code, whole_group):
     process = _start(tmp_path, *ENDLESS)
     _wait_for(lambda: _events(tmp_path / "run").count("step") >= 2, process, "second step")
-    children, segments = _children(process.pid), segments_of(process.pid)
-    assert segments
+    holdings = _holdings(process)
+    assert holdings[1], "weights travel in shared memory"
     (os.killpg if whole_group else os.kill)(process.pid, number)
     output, returned = _end(process)
     assert returned == code, output
     assert "Traceback" not in output
-    _check_gone(children)
-    assert left(segments) == []
+    _check_gone(holdings)
     _check_interrupted(tmp_path / "run")
 
 
 def test_a_second_signal_ends_a_run_at_once_and_leaves_no_child(tmp_path):
-    process = _start(tmp_path, *ENDLESS)
-    _wait_for(lambda: _events(tmp_path / "run").count("step") >= 1, process, "first step")
-    children = _children(process.pid)
+    # Evaluation of untrained answers of 4,000 tokens, which one signal waits for, takes far longer than the deadline.
+    endless = ["task.num_digits=4", "task.eval_items=5000", "rollout.max_response_tokens=4000"]
+    sizes = ["model.max_position_embeddings=4096", "trainer.micro_batch_tokens=4096"]
+    process = _start(tmp_path, *ENDLESS, *endless, *sizes)
+    _wait_for(lambda: "publication" in _events(tmp_path / "run"), process, "first publication")
+    holdings = _holdings(process)
     os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
     output, returned = _end(process)
-    assert returned == 130, output
+    assert returned == 143, output
     assert "Traceback" not in output
-    _check_gone(children)
+    _check_gone(holdings)
     _check_interrupted(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("during_step", "code", "outcome"),
+    [
+        ([], 0, "completed"),
+        ([signal.SIGINT], 130, "interrupted"),
+        ([signal.SIGINT, signal.SIGTERM], 143, "interrupted"),
+    ],
+)
+def test_a_signal_to_a_run_that_is_ending_leaves_its_summary_whole(
+    during_step, code, outcome, tmp_path, monkeypatch, capsys
+):
+    finish, observe = Recorder.finish, Terminal.observe
+
+    def observe_and_signal(self, event, step, values):
+        observe(self, event, step, values)
+        for number in during_step if event == "step" else []:
+            signal.raise_signal(number)
+
+    def signal_and_finish(self):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        return finish(self)
+
+    monkeypatch.setattr(Terminal, "observe", observe_and_signal)
+    monkeypatch.setattr(Recorder, "finish", signal_and_finish)
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread"]) == code
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["outcome"] == outcome
+    assert _events(tmp_path / "run").count("step") == (1 if during_step else 3)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_signal_during_the_warm_start_leaves_no_half_written_file(tmp_path):
     process = _start(tmp_path, "warm_start.num_steps=1000000")
     _wait_for(lambda: (tmp_path / "run" / "run.json").exists() and _children(process.pid), process, "warm start")
-    children = _children(process.pid)
+    holdings = _holdings(process)
     os.killpg(process.pid, signal.SIGINT)
     output, returned = _end(process)
     assert returned == 130, output
     assert "Traceback" not in output
-    _check_gone(children)
+    _check_gone(holdings)
     assert not (tmp_path / "warm").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
@@ -236,12 +313,12 @@ def test_a_run_that_is_killed_before_its_first_step_leaves_the_old_results_in_pl
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text('"old"')
     process = _start(tmp_path, "run.overwrite=true", "warm_start.num_steps=1000000")
-    _wait_for(lambda: (tmp_path / ".run.new" / "run.json").exists(), process, "new run")
-    children = _children(process.pid)
+    _wait_for(lambda: (tmp_path / ".run.new" / "run.json").exists() and _children(process.pid), process, "new run")
+    holdings = _holdings(process)
     process.kill()
     _end(process)
     assert (tmp_path / "run" / "summary.json").read_text() == '"old"'
-    _check_gone(children)
+    _check_gone(holdings)
 
 
 def test_a_killed_engine_ends_the_run_with_its_name_and_a_balanced_ledger(tmp_path):

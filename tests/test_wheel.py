@@ -58,10 +58,9 @@ def run(wheel, tmp_path_factory):
 def test_it_holds_the_package_and_its_configs_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fsdp_async"}
-    configs = {str(path.relative_to(ROOT)) for path in (ROOT / "conf").rglob("*.yaml")}
-    assert {name.removeprefix("fsdp_async/") for name in names if name.endswith(".yaml")} == configs
-    modules = {path.name for path in (ROOT / "fsdp_async").glob("*.py")}
-    assert {name.split("/")[1] for name in names if name.endswith(".py")} == modules
+    configs = {f"fsdp_async/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
+    modules = {f"fsdp_async/{path.name}" for path in (ROOT / "fsdp_async").glob("*.py")}
+    assert {name for name in names if ".dist-info/" not in name} == configs | modules
 
 
 def test_importing_it_loads_no_optional_library(run, tmp_path):
