@@ -19,6 +19,7 @@ from shared_memory import left, segments_of
 
 from fsdp_async.cli import EPILOG, config_directory, main
 from fsdp_async.recorder import Recorder
+from fsdp_async.rollout_hf import ThreadEngine
 from fsdp_async.terminal import Terminal
 
 QUICK = [
@@ -294,6 +295,21 @@ def test_a_signal_during_the_warm_start_leaves_no_half_written_file(tmp_path):
     _check_gone(holdings)
     assert not (tmp_path / "warm").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_further_signals_do_not_keep_an_interrupted_warm_start_from_closing_its_engine(tmp_path, monkeypatch):
+    close, is_closed = ThreadEngine.close, []
+
+    def signal_and_close(self):
+        signal.raise_signal(signal.SIGINT)
+        close(self)
+        is_closed.append(True)
+
+    monkeypatch.setattr(Terminal, "warm_start", lambda self, step, loss: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(ThreadEngine, "close", signal_and_close)
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread"]) == 130
+    assert is_closed
+    assert not (tmp_path / "warm").exists()
 
 
 def test_a_second_run_into_a_directory_in_use_is_refused_and_the_first_goes_on(tmp_path, capsys):

@@ -18,11 +18,14 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy without anything that a build could pick up by accident."""
+    """Built from a copy of what a build needs, and a cache file that it must leave out."""
     source = tmp_path_factory.mktemp("source")
     for name in ("fsdp_async", "conf", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, source / name)
+    cached = source / "fsdp_async" / "__pycache__" / "left_over.pyc"
+    cached.parent.mkdir(exist_ok=True)
+    cached.touch()
     command = [
         sys.executable,
         "-m",
@@ -60,7 +63,7 @@ def test_it_holds_the_package_and_its_configs_and_nothing_else(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"fsdp_async"}
     configs = {f"fsdp_async/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.yaml")}
     modules = {f"fsdp_async/{path.name}" for path in (ROOT / "fsdp_async").glob("*.py")}
-    assert {name for name in names if ".dist-info/" not in name} == configs | modules
+    assert {name for name in names if ".dist-info/" not in name} == configs | modules | {"fsdp_async/py.typed"}
 
 
 def test_importing_it_loads_no_optional_library(run, tmp_path):
