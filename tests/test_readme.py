@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_async import CacheConfig, StateCache
-
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -33,13 +31,12 @@ def _scene(sharded):
     generator = torch.Generator().manual_seed(1)
     batches = [(torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))] * 5
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    names = {"StateCache": StateCache, "CacheConfig": CacheConfig, "log_prob": _log_prob}
-    return names | {"model": model, "optimizer": optimizer, "batches": batches}
+    return {"log_prob": _log_prob, "model": model, "optimizer": optimizer, "batches": batches}
 
 
 def test_the_cache_example_runs_and_leaves_training_as_it_is_without_the_cache(single_rank):
     code = _block("python")
-    assert 8 <= len(code.strip().splitlines()) <= 11
+    assert len([line for line in code.splitlines() if line.strip()]) <= 12
     shown, plain = _scene(sharded=True), _scene(sharded=False)
     exec(compile(code, "README.md", "exec"), shown)
     with shown["cache"] as cache:
