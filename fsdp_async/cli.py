@@ -32,11 +32,11 @@ from fsdp_async.trainer import AsyncTrainer
 
 EPILOG = """\
 KEY=VALUE follows Hydra: a group is chosen by name (experiment=demo, correction=decoupled_token_is), a key is set by
-its path (optim.lr=2e-4 trainer.max_staleness=0), a mapping is quoted for the shell and written in braces.
+its path (optim.lr=1e-4 trainer.max_staleness=0), a mapping is quoted for the shell and written in braces.
 
 examples:
   fsdp-async train experiment=demo
-  fsdp-async train experiment=demo optim.lr=2e-4 run.output_dir=outputs/lr2e-4
+  fsdp-async train experiment=demo optim.lr=1e-4 run.output_dir=outputs/lr1e-4
   fsdp-async plan experiment=demo correction=bypass_ppo_clip
   fsdp-async plan experiment=demo 'correction.mismatch={level: sequence, mode: mask, upper: 2}'
 """

@@ -35,12 +35,21 @@ from fsdp_async.warm_start import WarmStartConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run writes, and its seed. `record_batches` keeps every batch's tensors for later analysis."""
+    """Where a run writes, its seed, and the trainer's CPU threads (the engine's child process has one).
+
+    `record_batches` keeps every batch's tensors for later analysis. Another number of threads sums in another order:
+    results of one seed are repeated with one number of threads only.
+    """
 
     output_dir: str = "outputs/run"
     overwrite: bool = False
     seed: int = 0
+    num_threads: int = 1
     record_batches: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_threads < 1:
+            raise ConfigError(f"run.num_threads={self.num_threads}: must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)

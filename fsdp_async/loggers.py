@@ -196,8 +196,10 @@ def _finite(value: Any) -> Any:
 
 
 def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested mappings by path; lists are not scalars."""
+    """Numbers of nested mappings by path; lists are not scalars, and what is keyed by version is not a series."""
     for key, value in values.items():
+        if str(key).isdigit():
+            continue
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):

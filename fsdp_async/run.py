@@ -103,6 +103,8 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
         record = run_record(dataclasses.asdict(config), seeds={"run": config.run.seed}, plan_lines=lines)
         write_json(directory.path / "run.json", record)
         with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.run.num_threads)
             loggers = stack.enter_context(Loggers(config.logging, directory.path))
             recorder = Recorder(directory, loggers)
             timeline = Timeline()

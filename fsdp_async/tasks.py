@@ -181,7 +181,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
     if not training:
         raise InputError(
             f"task.path={config.path} holds {len(items)} items, of which task.eval_items={config.eval_items} are for "
-            "evaluation; nothing is left to train on"
+            "evaluation; nothing is left to train on: add lines, or lower task.eval_items"
         )
     _refuse_overlap(training, evaluation, f"task.path={config.path}")
     return Task(config.kind, training, evaluation, seed=seed)

@@ -289,6 +289,7 @@ class AsyncTrainer:
             "grad_norm": report.grad_norm,
             "lr": report.lr,
             "canary_gap_nats": {str(version): gap for version, gap in canary.items()},
+            "canary_gap_max_nats": max(canary.values(), default=None),
             "factors": {name: [mean.total, mean.count] for name, mean in factors.items()},
             "correction": report.correction.metrics(),
             "update": report.statistics.to_dict(),

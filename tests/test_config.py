@@ -60,6 +60,7 @@ def test_an_unknown_key_is_named_with_the_nearest_right_one(mapping, path, sugge
         ({"optim": {"lr": math.inf}}, r"optim\.lr=inf"),
         ({"optim": {"lr": 0.0}}, r"optim\.lr=0\.0: must be above 0"),
         ({"trainer": {"anchor": "newest"}}, r"trainer\.anchor='newest'"),
+        ({"run": {"num_threads": 0}}, r"run\.num_threads=0"),
         ({"trainer": {"num_batches": 0}}, r"trainer\.num_batches=0"),
         ({"trainer": {"max_staleness": -1}}, r"trainer\.max_staleness=-1"),
         ({"trainer": {"group_size": 1}}, r"trainer\.group_size=1 .*reinforce_pp"),

@@ -56,7 +56,10 @@ def test_scalars_that_came_before_the_directory_settled_are_not_lost(tmp_path):
         loggers.log("evaluation", 0, {"accuracy": 0.25})
         start.rename(final)
         loggers.settle(final)
-        loggers.log("step", 1, {"factors": {"x": 2.0}, "text": "no scalar", "flag": True, "list": [1.0]})
+        by_version = {"0": 0.1, "7": 0.2}
+        loggers.log(
+            "step", 1, {"factors": {"x": 2.0}, "text": "no scalar", "flag": True, "list": [1.0], "gap": by_version}
+        )
     events = EventAccumulator(str(final / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["evaluation/accuracy", "step/factors/x"]

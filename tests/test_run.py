@@ -361,3 +361,16 @@ def test_an_engine_that_was_given_wrong_weights_is_found_before_its_tokens_are_t
     for tensors in _batches(tmp_path / "run"):
         assert tensors["versions"].max() < 2
     assert summary["samples_produced"] == summary["samples_consumed"] + summary["samples_dropped"]
+
+
+def test_a_run_has_the_threads_it_was_given_and_the_process_its_own_again(tmp_path):
+    seen = []
+
+    class Watching(Quiet):
+        def observe(self, event, step, values):
+            seen.append(torch.get_num_threads())
+
+    config = _config(tmp_path, run={"num_threads": 2}, rollout={"engine": "thread"}, trainer={"num_batches": 1})
+    run_training(config, Watching())
+    assert set(seen) == {2}
+    assert torch.get_num_threads() == 1
