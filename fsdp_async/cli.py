@@ -13,9 +13,10 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from inspect import getdoc
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -110,15 +111,14 @@ def _hydra_message(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = OmegaConf.to_yaml(OmegaConf.create(asdict(Config())))
     parser = argparse.ArgumentParser(
         prog="fsdp-async",
         description="Asynchronous RL post-training on FSDP2 with a versioned weight-state cache.",
-        epilog=f"{EPILOG}\n{_groups_help()}\n\nall keys and their defaults:\n{defaults}",
+        epilog=f"{EPILOG}\n{_groups_help()}\n\nall keys and their defaults (groups may set others):\n{_keys_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=("train", "plan"), help="train, or print what a training run would do")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides; see below")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="Hydra overrides; see below")
     return parser
 
 
@@ -129,6 +129,19 @@ def _groups() -> list[Path]:
 def _groups_help() -> str:
     choices = (f"  {g.name}: {', '.join(sorted(f.stem for f in g.glob('*.yaml')))}" for g in _groups())
     return "groups:\n" + "\n".join(choices)
+
+
+def _keys_help() -> str:
+    """Every section with its docstring, every key with its default and, where there are few, its values."""
+    lines: list[str] = []
+    for name, section in vars(Config()).items():
+        hints = get_type_hints(type(section))
+        lines += ["", f"{name}:", *(f"  # {line}".rstrip() for line in (getdoc(type(section)) or "").splitlines())]
+        for key, value in vars(section).items():
+            text = OmegaConf.to_yaml(OmegaConf.create({key: asdict(section)[key]})).strip()
+            choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
+            lines.append(f"  {text}" + (f"  # {' | '.join(choices)}" if value in choices else ""))
+    return "\n".join(lines)
 
 
 class _Signals:

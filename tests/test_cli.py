@@ -211,7 +211,14 @@ def test_help_lists_groups_keys_and_examples(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     output = capsys.readouterr().out
-    for text in ("experiment: demo", "behaviour_token_tis", "max_staleness: 2", "fsdp-async train experiment=demo"):
+    for text in (
+        "experiment: demo",
+        "behaviour_token_tis",
+        "max_staleness: 2",
+        "anchor: behaviour  # behaviour | last_sync",
+        "# AdamW and its schedule",
+        "fsdp-async train experiment=demo",
+    ):
         assert text in output
 
 
