@@ -52,11 +52,12 @@ def run() -> dict[str, float]:
 
     with torch.no_grad():
         now = log_prob(model, x, y)
-    print(cache.describe())
-    print(f"loss of the last step {loss.item():.4f}")
-    print(f"mean log-prob: {lag.mean():.4f} under version {step - 3}, {now.mean():.4f} under the live weights")
     cache.restore(step - 2)
-    print(f"after restore: live_version {cache.live_version}")
+    if dist.get_rank() == 0:  # each rank has data of its own
+        print(cache.describe())
+        print(f"loss of the last step {loss.item():.4f}")
+        print(f"mean log-prob: {lag.mean():.4f} under version {step - 3}, {now.mean():.4f} under the live weights")
+        print(f"after restore: live_version {cache.live_version}")
     result = {"old": lag.mean().item(), "live": now.mean().item(), "versions": float(len(cache.versions))}
     cache.close()
     return result

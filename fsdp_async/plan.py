@@ -15,16 +15,39 @@ BYTES_PER_PARAMETER = 4
 def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
     """One sentence a line; `num_parameters` are those of the whole model, tied ones counted once."""
     return [
+        _start(config),
         _generation(config),
         _batches(config),
         _behaviour(config),
         _anchor(config),
         _correction(config),
         _loss(config),
+        _optimizer(config),
         _staleness(config),
         _cache(config, num_parameters),
         _canary(config),
     ]
+
+
+def _start(config: Config) -> str:
+    start = config.warm_start
+    if start.path is not None:
+        return f"start: the weights of {start.path}"
+    if start.num_steps == 0:
+        return "start: random weights; RL learns only if some responses are rewarded"
+    return (
+        f"start: random weights and {start.num_steps} supervised steps on {config.task.kind}, made once and kept in "
+        f"{start.directory}"
+    )
+
+
+def _optimizer(config: Config) -> str:
+    optim = config.optim
+    warmup = f" after {optim.warmup_steps} steps of warm-up" if optim.warmup_steps else ""
+    return (
+        f"optimizer: AdamW, lr {optim.lr:g} {optim.schedule}{warmup}, over up to {config.total_steps} steps; gradient "
+        f"norm clipped to {optim.max_grad_norm:g}"
+    )
 
 
 def _generation(config: Config) -> str:

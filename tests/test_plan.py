@@ -37,6 +37,24 @@ def test_an_anchor_at_the_sampling_policy_promises_nothing_about_the_clip(anchor
     assert "clipped to [0.8, 1.2]" in text
 
 
+@pytest.mark.parametrize(
+    ("warm_start", "expected"),
+    [
+        ({}, "100 supervised steps on sort_digits, made once and kept in outputs/warm_start"),
+        ({"num_steps": 0}, "RL learns only if some responses are rewarded"),
+        ({"path": "mine.safetensors"}, "the weights of mine.safetensors"),
+    ],
+)
+def test_the_policy_that_training_starts_from_is_named(warm_start, expected):
+    assert expected in _line({"warm_start": warm_start}, "start")
+
+
+def test_the_optimizer_says_how_many_steps_its_schedule_is_for():
+    optim = {"schedule": "linear", "warmup_steps": 10}
+    text = _line({"optim": optim}, "optimizer")
+    assert "lr 0.0001 linear after 10 steps of warm-up, over up to 200 steps" in text
+
+
 def test_an_unset_anchor_is_the_behaviour_policy():
     assert _line({}, "old_log_prob").startswith("old_log_prob (anchor behaviour)")
 
