@@ -29,13 +29,14 @@ from fsdp_async.errors import (
 )
 from fsdp_async.is_correction import Bounds, Correction, CorrectionConfig, Rejection, compute_correction
 from fsdp_async.learner import Learner, Objective
+from fsdp_async.ledger import Ledger
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.losses import GlobalCounts, LossConfig, PolicyLoss, aggregate, kl_penalty, policy_loss
 from fsdp_async.metrics import Statistics
 from fsdp_async.rollout import RolloutConfig, RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
 from fsdp_async.run import run_training
-from fsdp_async.sample_queue import Ledger, SampleQueue
+from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.state_cache import CacheConfig, StateCache
 from fsdp_async.trainer import AsyncTrainer, TrainerConfig, TrainerParts
 from fsdp_async.types import Prompt, Response, ResponseGroup, TrainBatch, VersionSpan

@@ -33,7 +33,7 @@ class BucketEntry:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """One piece of a publication. `memory` is a shared-memory segment's name, or a uint8 tensor in this process."""
+    """One piece of a publication. `memory` is the handle of a shared block, or a uint8 tensor in this process."""
 
     version: int
     index: int

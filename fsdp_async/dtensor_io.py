@@ -31,8 +31,9 @@ its backward:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -188,6 +189,14 @@ class LiveState:
             for owner, view in zip(self.owners, self.parameters, strict=True)
         ]
 
+    def dress(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`views` (one a tensor of the layout, on the CPU) by name, sharded like the live tensors; they stay views."""
+        owners = [*self.owners, *(slot.tensor for slot in self.buffers)]
+        return {
+            spec.fqn: _sharded_like(owner, view)
+            for spec, owner, view in zip(self.layout.tensors, owners, views, strict=True)
+        }
+
     @property
     def buffer_views(self) -> list[Tensor]:
         """Local views of the distinct buffers, in layout order."""
@@ -201,6 +210,21 @@ def local_view(tensor: Tensor) -> Tensor:
     """
     with torch.no_grad():
         return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).data
+
+
+def _sharded_like(owner: Tensor, view: Tensor) -> Tensor:
+    if not isinstance(owner, DTensor):
+        return view
+    mesh = owner.device_mesh
+    if mesh.device_type != view.device.type:
+        # from_local would copy to the mesh's device.
+        mesh = _host_mesh(mesh)
+    return DTensor.from_local(view, mesh, owner.placements, run_check=False, shape=owner.shape, stride=owner.stride())
+
+
+@lru_cache(maxsize=8)
+def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def check_supported(model: nn.Module) -> None:

@@ -1,8 +1,9 @@
 """The working side of the transformers engine, in a child process or a thread.
 
 Owns the model, the waiting prompts and the loop: take commands, copy weights, generate a chunk, report. Weights are
-taken between chunks, so that every response has one version. It gives a sign of life at least each `BEAT_S`, also
-between the tokens of a chunk. It knows the channel only as something to send to and receive from.
+taken between two tokens (`interrupt`; what was begun goes on or begins anew) or between two chunks. It gives a sign of
+life at least each `BEAT_S`, also between tokens, and tells now and then how far it has come, so that little is lost
+when it dies. It knows the channel only as something to send to and receive from.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from multiprocessing.shared_memory import SharedMemory
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,11 +23,13 @@ from torch import Tensor, nn
 
 from fsdp_async.buckets import WeightBucket, WeightReceiver
 from fsdp_async.files import write_model_at
-from fsdp_async.generation import generate
+from fsdp_async.generation import Generation
 from fsdp_async.rollout import SamplingParams
-from fsdp_async.types import Prompt, ResponseGroup
+from fsdp_async.shared_block import open_block
+from fsdp_async.types import GroupKey, PartialGroup, Prompt, ResponseGroup
 
 BEAT_S = 1.0
+PROGRESS_S = 10.0
 Span = tuple[float, float]
 
 
@@ -38,6 +40,7 @@ class Submit:
     prompts: tuple[Prompt, ...]
     params: SamplingParams
     version: int
+    partials: Mapping[GroupKey, PartialGroup] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,18 @@ class Beat:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """What there is of unfinished groups."""
+
+    partials: Mapping[GroupKey, PartialGroup]
+
+
+@dataclass(frozen=True)
 class Groups:
     """A finished chunk and when it was worked on."""
 
     groups: tuple[ResponseGroup, ...]
-    span: Span
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class WorkerSpec:
     seed: int
     prompts_per_chunk: int
     record_dir: Path | None
+    interrupt: bool = True
+    partial: bool = True
 
 
 class _ClosedError(Exception):
@@ -129,7 +141,7 @@ class _Worker:
         self._version: int | None = None
         self._is_paused = False
         self._unhandled: deque[Any] = deque()
-        self._last_beat_s = time.monotonic()
+        self._last_beat_s = self._last_progress_s = time.monotonic()
         self._record_fd = None if spec.record_dir is None else _open_directory(spec.record_dir)
         channel.send(Ready())
 
@@ -179,21 +191,29 @@ class _Worker:
         self._channel.send(Loaded(bucket.version, bucket.index, bucket.is_last, (start_s, time.monotonic())))
 
     def _generate(self) -> None:
-        assert self._version is not None
-        start_s = time.monotonic()
         chunk = self._next_chunk()
-        groups = generate(
+        generation = Generation(
             self._model,
             [prompt for prompt, _ in chunk],
             chunk[0][1].params,
-            version=self._version,
             seed=self._spec.seed,
-            on_step=self._between_steps,
+            partials={p.key: order.partials[p.key] for p, order in chunk if p.key in order.partials},
         )
+        spans: list[Span] = []
+        start_s = time.monotonic()
+        while not generation.is_done:
+            if self._between_tokens(generation):
+                generation.step(self._current_version)
+            else:
+                spans.append((start_s, time.monotonic()))
+                self._wait_to_go_on(generation)
+                start_s = time.monotonic()
+        spans.append((start_s, time.monotonic()))
         stamped = tuple(
-            replace(group, submitted_version=order.version) for group, (_, order) in zip(groups, chunk, strict=True)
+            replace(group, submitted_version=order.version)
+            for group, (_, order) in zip(generation.groups(0), chunk, strict=True)
         )
-        self._channel.send(Groups(stamped, (start_s, time.monotonic())))
+        self._channel.send(Groups(stamped, tuple(spans)))
 
     def _next_chunk(self) -> list[tuple[Prompt, Submit]]:
         """The oldest prompts that are sampled in the same way."""
@@ -203,13 +223,47 @@ class _Worker:
             chunk.append(self._waiting.popleft())
         return chunk
 
-    def _between_steps(self) -> None:
-        """Notice the end of the trainer's side within a token; everything else waits for the end of the chunk."""
-        while (message := self._channel.receive(0.0)) is not None:
-            if message == Command("close"):
-                raise _ClosedError
-            self._unhandled.append(message)
+    @property
+    def _current_version(self) -> int:
+        assert self._version is not None, "tokens are drawn only under a whole version"
+        return self._version
+
+    @property
+    def _goes_on(self) -> bool:
+        return self._version is not None and not self._is_paused
+
+    def _between_tokens(self, generation: Generation) -> bool:
+        """Take what has arrived; False where the chunk cannot go on before something else does."""
+        while self._goes_on and (message := self._channel.receive(0.0)) is not None:
+            self._take_between_tokens(message, generation)
+        self._tell_progress(generation)
         self._beat()
+        return self._goes_on
+
+    def _wait_to_go_on(self, generation: Generation) -> None:
+        while not self._goes_on:
+            message = self._channel.receive(BEAT_S)
+            if message is not None:
+                self._take_between_tokens(message, generation)
+            self._beat()
+
+    def _take_between_tokens(self, message: Any, generation: Generation) -> None:
+        if not isinstance(message, WeightBucket):
+            self._handle(message)
+        elif not self._spec.interrupt:
+            self._unhandled.append(message)
+        else:
+            self._load(message)
+            if message.is_last and self._spec.partial:
+                generation.weights_changed()
+            elif message.is_last:
+                generation.restart()
+
+    def _tell_progress(self, generation: Generation) -> None:
+        now_s = time.monotonic()
+        if self._spec.partial and now_s - self._last_progress_s >= PROGRESS_S:
+            self._last_progress_s = now_s
+            self._channel.send(Progress(generation.partials()))
 
     def _beat(self) -> None:
         now_s = time.monotonic()
@@ -229,11 +283,5 @@ def take_bucket(receiver: WeightReceiver, bucket: WeightBucket) -> None:
     if isinstance(bucket.memory, Tensor):
         receiver.take(bucket, bucket.memory)
         return
-    segment = SharedMemory(bucket.memory)
-    try:
-        memory = torch.frombuffer(segment.buf, dtype=torch.uint8)
+    with open_block(bucket.memory) as memory:
         receiver.take(bucket, memory)
-        # The view must be gone before the segment can be closed.
-        del memory
-    finally:
-        segment.close()

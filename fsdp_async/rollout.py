@@ -13,7 +13,10 @@ from typing import Any, Literal, Protocol
 
 from fsdp_async.buckets import WeightBucket
 from fsdp_async.errors import ConfigError
-from fsdp_async.types import Prompt, ResponseGroup
+from fsdp_async.types import GroupKey, PartialGroup, Prompt, ResponseGroup
+
+MIN_TEMPERATURE = 1e-3
+MIN_BUCKET_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +34,13 @@ class SamplingParams:
 class RolloutConfig:
     """Settings of the transformers engine. Times in seconds.
 
-    `prompts_per_chunk` prompts are generated together; new weights are taken between chunks. `answer_timeout_s` is
-    how long an engine may give no sign of life (it gives one at least each second); `load_timeout_s` how long it may
-    take to copy a bucket of weights, which it does between two chunks. `record_weights` has the engine write what it
-    received to `engine_weights/` of the run.
+    `prompts_per_chunk` prompts are generated together. With `interrupt` new weights are taken between two tokens, and
+    responses under way go on under them (`partial`: each token is labelled with its own version) or begin anew
+    (`partial=false`: one version each); without it the weights wait for the end of the chunk, which suits short
+    responses. `partial` null means true. `answer_timeout_s` is how long an engine may give no sign of life (it gives
+    one at least each second), `load_timeout_s` how long it may take to copy a bucket of weights. An engine that died or
+    fell silent is started again, at most `max_restarts` times without a batch trained in between, and its prompts are
+    issued again. `record_weights` has the engine write what it received to `engine_weights/` of the run.
     """
 
     engine: Literal["process", "thread"] = "process"
@@ -42,6 +48,9 @@ class RolloutConfig:
     top_p: float = 1.0
     max_response_tokens: int = 8
     prompts_per_chunk: int = 16
+    interrupt: bool = True
+    partial: bool | None = None
+    max_restarts: int = 3
     start_timeout_s: float = 120.0
     answer_timeout_s: float = 20.0
     load_timeout_s: float = 120.0
@@ -49,22 +58,39 @@ class RolloutConfig:
     record_weights: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
+        if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ConfigError(
-                f"rollout.temperature={self.temperature}: must be above 0 and finite; greedy responses have no "
-                "log-prob ratio"
+                f"rollout.temperature={self.temperature}: must be at least {MIN_TEMPERATURE} and finite; greedy "
+                "responses have no log-prob ratio"
+            )
+        for name in ("max_response_tokens", "prompts_per_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
+        if self.max_restarts < 0:
+            raise ConfigError(f"rollout.max_restarts={self.max_restarts}: must not be negative")
+        for name in ("start_timeout_s", "answer_timeout_s", "load_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be above 0 and finite")
+        if self.bucket_bytes < MIN_BUCKET_BYTES:
+            raise ConfigError(f"rollout.bucket_bytes={self.bucket_bytes}: must be at least {MIN_BUCKET_BYTES}")
+        self._refuse_inert()
+
+    def _refuse_inert(self) -> None:
+        if self.engine == "thread" and self.start_timeout_s != RolloutConfig.start_timeout_s:
+            raise ConfigError(
+                f"rollout.start_timeout_s={self.start_timeout_s} has no effect with rollout.engine=thread, whose model "
+                "is built before it starts; leave it out"
             )
         if self.top_p != 1.0:
             raise ConfigError(
                 f"rollout.top_p={self.top_p}: must be 1. The trainer's policy is not truncated, so every ratio of a "
                 "token would be the mass that was kept, not the difference of two policies"
             )
-        for name in ("max_response_tokens", "prompts_per_chunk", "bucket_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be at least 1")
-        for name in ("start_timeout_s", "answer_timeout_s", "load_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"rollout.{name}={getattr(self, name)}: must be above 0 and finite")
+        if self.partial is not None and not self.interrupt:
+            raise ConfigError(
+                f"rollout.partial={self.partial} has no effect with rollout.interrupt=false: no response is ever "
+                "interrupted; leave one out"
+            )
 
 
 class RolloutEngine(Protocol):
@@ -84,16 +110,24 @@ class RolloutEngine(Protocol):
         """The last version whose weights the engine itself said it holds."""
         ...
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Queue prompts; their groups carry the version last handed to `load` as `submitted_version`."""
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        partials: Mapping[GroupKey, PartialGroup] | None = None,
+    ) -> None:
+        """Queue prompts; their groups carry the version last handed to `load` as `submitted_version`.
+
+        `partials` holds what is there already of some of them; their responses go on from it.
+        """
         ...
 
     def poll(self, timeout_s: float) -> list[ResponseGroup]:
-        """Finished groups; waits up to `timeout_s` for the first one."""
+        """Finished groups; waits up to `timeout_s` for the first one. They are handed out before an error is raised."""
         ...
 
     def pause(self) -> None:
-        """Generate nothing more after the chunk in hand, until `resume`; weights are still taken."""
+        """Generate nothing more after the token in hand, until `resume`; weights are still taken."""
         ...
 
     def resume(self) -> None:
@@ -114,6 +148,13 @@ class RolloutEngine(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """What a restarted engine needs beyond weights."""
+        ...
+
+    def restart(self) -> Mapping[GroupKey, PartialGroup]:
+        """End the engine, dead or not, and start it again, without weights and without work.
+
+        Returns what it had last told of unfinished groups.
+        """
         ...
 
     def close(self) -> None:

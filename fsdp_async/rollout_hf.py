@@ -1,7 +1,6 @@
 """The transformers engine: a child process, or a thread for notebooks and debuggers.
 
-Owns the trainer's side of an engine: it starts and ends the worker, hands commands over, and turns silence and death
-into errors that name the engine and what was waited for. It never blocks for longer than it was asked to.
+Owns how a worker is started and ended, and how messages travel to it and back. What they say is `engine_proxy.py`'s.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,164 +23,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_async.buckets import WeightBucket
-from fsdp_async.engine_worker import Command, Failed, Groups, Loaded, Ready, Submit, WorkerSpec, run_worker
-from fsdp_async.errors import EngineDiedError, EngineTimeoutError, InputError
-from fsdp_async.rollout import RolloutConfig, SamplingParams
-from fsdp_async.types import Prompt, ResponseGroup
+from fsdp_async.engine_proxy import Ended, EngineProxy, worker_spec
+from fsdp_async.engine_worker import (
+    Command,
+    Failed,
+    WorkerSpec,
+    run_worker,
+)
+from fsdp_async.rollout import RolloutConfig
 
 CLOSE_TIMEOUT_S = 5.0
 
 
-class _Ended:
-    """Last message of every worker: nothing comes after it."""
-
-
-class _Proxy:
-    """What both engines share: books about a worker that answers by messages."""
-
-    def __init__(self, config: RolloutConfig, name: str) -> None:
-        self._config = config
-        self.name = name
-        self._inbox: queue.SimpleQueue[tuple[float, Any]] = queue.SimpleQueue()
-        self._groups: list[ResponseGroup] = []
-        self._spans: list[tuple[float, float]] = []
-        self._version: int | None = None
-        self._loaded: tuple[int, int] = (-1, -1)
-        self._published: int | None = None
-        self._num_outstanding = 0
-        self._is_ready = False
-        self._is_closed = False
-        self._failure: str | None = None
-        self._last_sign_s = time.monotonic()
-
-    @property
-    def version(self) -> int | None:
-        """The last version whose weights the engine itself said it holds."""
-        self._read(0.0)
-        return self._version
-
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
-        """Queue prompts under the version handed over last.
-
-        Raises:
-            InputError: no version was ever handed over.
-        """
-        if self._published is None:
-            raise InputError(f"{self.name}: submit before the first load; publish version 0 first")
-        self._check()
-        self._num_outstanding += len(prompts)
-        self._send(Submit(tuple(prompts), params, self._published))
-
-    def poll(self, timeout_s: float) -> list[ResponseGroup]:
-        """Finished groups; waits up to `timeout_s` for the first one."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            self._read(0.0 if self._groups else max(0.0, deadline_s - time.monotonic()))
-            if self._groups or time.monotonic() >= deadline_s:
-                self._check()
-                groups, self._groups = self._groups, []
-                self._num_outstanding -= len(groups)
-                return groups
-
-    def pause(self) -> None:
-        """Generate nothing more after the chunk in hand."""
-        self._send(Command("pause"))
-
-    def resume(self) -> None:
-        """Generate again."""
-        self._send(Command("resume"))
-
-    def load(self, version: int, source: WeightBucket) -> None:
-        """Hand over one bucket of weights."""
-        self._check()
-        self._published = version
-        self._send(source)
-
-    def wait_loaded(self, version: int, bucket: int, timeout_s: float) -> None:
-        """Wait until the engine has copied that bucket.
-
-        Raises:
-            EngineTimeoutError: not within `timeout_s` (while the engine starts: within its start timeout).
-        """
-        deadline_s = time.monotonic() + timeout_s
-        while self._loaded < (version, bucket):
-            self._read(0.1)
-            self._check()
-            if self._is_ready and time.monotonic() > deadline_s:
-                raise EngineTimeoutError(
-                    f"{self.name} confirmed bucket {self._loaded[1]} of version {self._loaded[0]} last, and has "
-                    f"{self._num_outstanding} prompts to respond to"
-                )
-            if not self._is_ready:
-                deadline_s = time.monotonic() + timeout_s
-
-    def drain_busy_spans(self) -> list[tuple[float, float]]:
-        """Spans of real work heard of since the last call."""
-        self._read(0.0)
-        spans, self._spans = self._spans, []
-        return spans
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Nothing: responses depend on weights, seed and prompt alone."""
-        return {}
-
-    def _send(self, message: Any) -> None:
-        raise NotImplementedError
-
-    def _how_it_ended(self) -> str:
-        raise NotImplementedError
-
-    def _read(self, timeout_s: float) -> None:
-        """Take in what has arrived; waits up to `timeout_s` for the first message."""
-        try:
-            at_s, message = self._inbox.get(timeout=timeout_s) if timeout_s else self._inbox.get_nowait()
-            while True:
-                self._take_in(at_s, message)
-                at_s, message = self._inbox.get_nowait()
-        except queue.Empty:
-            return
-
-    def _take_in(self, at_s: float, message: Any) -> None:
-        self._last_sign_s = at_s
-        match message:
-            case Ready():
-                self._is_ready = True
-            case Groups():
-                self._groups.extend(message.groups)
-                self._spans.append(message.span)
-            case Loaded():
-                self._loaded = (message.version, message.bucket)
-                self._spans.append(message.span)
-                if message.is_last:
-                    self._version = message.version
-            case Failed():
-                self._failure = message.trace
-            case _Ended() if not self._is_closed:
-                self._failure = self._failure or self._how_it_ended()
-
-    def _check(self) -> None:
-        """Raise if the engine is dead, silent or closed."""
-        if self._is_closed:
-            raise EngineDiedError(f"{self.name} was closed")
-        self._read(0.0)
-        if self._failure is not None:
-            raise EngineDiedError(f"{self.name} ended: {self._failure}")
-        silent_s = time.monotonic() - self._last_sign_s
-        if not self._is_ready and silent_s > self._config.start_timeout_s:
-            raise EngineTimeoutError(
-                f"{self.name} did not start within {self._config.start_timeout_s:g} s (rollout.start_timeout_s); it is "
-                "importing its libraries or building its model"
-            )
-        if self._is_ready and silent_s > self._config.answer_timeout_s:
-            raise EngineTimeoutError(
-                f"{self.name} gave no sign of life for {silent_s:.1f} s (rollout.answer_timeout_s="
-                f"{self._config.answer_timeout_s:g}) while the trainer waits for {self._num_outstanding} groups; it is "
-                "stopped or deadlocked"
-            )
-
-
-class ProcessEngine(_Proxy):
+class ProcessEngine(EngineProxy):
     """An engine in a spawned child with one thread; ends by itself when this process does."""
 
     def __init__(
@@ -193,18 +48,23 @@ class ProcessEngine(_Proxy):
         record_dir: Path | None = None,
     ) -> None:
         super().__init__(config, name)
-        spec = WorkerSpec(model_builder, seed, config.prompts_per_chunk, record_dir)
+        self._spec = worker_spec(model_builder, config, seed, record_dir)
+        self._start_worker()
+
+    def _start_worker(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_child_main, args=(spec, theirs), name=name, daemon=True)
+        self._process = context.Process(target=_child_main, args=(self._spec, theirs), name=self.name, daemon=True)
         with _signals_held():
             self._process.start()
         theirs.close()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         # A pipe blocks when it is full; with a thread at each end of it the trainer never does.
         self._threads = [
-            threading.Thread(target=target, name=f"{name}-{target.__name__}", daemon=True)
-            for target in (self._read_pipe, self._write_pipe)
+            threading.Thread(target=target, args=(self._connection, box), name=f"{self.name}-{what}", daemon=True)
+            for what, target, box in (
+                ("reader", self._read_pipe, self._inbox),
+                ("writer", self._write_pipe, self._outbox),
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -214,14 +74,12 @@ class ProcessEngine(_Proxy):
         """Process id of the child."""
         return self._process.pid
 
-    def close(self) -> None:
-        """End the child: by request, then by force. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._outbox.put(Command("close"))
+    def _stop_worker(self) -> None:
+        """By request, then by force; one that fell silent is not asked."""
+        if self._failure is None and time.monotonic() - self._last_sign_s < self._config.answer_timeout_s:
+            self._outbox.put(Command("close"))
+            self._process.join(CLOSE_TIMEOUT_S)
         self._outbox.put(None)
-        self._process.join(CLOSE_TIMEOUT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -230,27 +88,25 @@ class ProcessEngine(_Proxy):
         self._connection.close()
         self._process.close()
 
-    def _send(self, message: Any) -> None:
-        self._outbox.put(message)
-
     def _how_it_ended(self) -> str:
         self._process.join(CLOSE_TIMEOUT_S)
         code = self._process.exitcode
         by = f" (signal {signal.Signals(-code).name})" if code is not None and code < 0 else ""
         return f"process {self._process.pid} exited with code {code}{by} and left no traceback"
 
-    def _read_pipe(self) -> None:
+    @staticmethod
+    def _read_pipe(connection: Connection, inbox: queue.SimpleQueue[tuple[float, Any]]) -> None:
         try:
             while True:
-                message = self._connection.recv()
-                self._inbox.put((time.monotonic(), message))
+                message = connection.recv()
+                inbox.put((time.monotonic(), message))
         except (EOFError, OSError):
-            self._inbox.put((time.monotonic(), _Ended()))
+            inbox.put((time.monotonic(), Ended()))
 
-    def _write_pipe(self) -> None:
-        while (message := self._outbox.get()) is not None:
+    def _write_pipe(self, connection: Connection, outbox: queue.SimpleQueue[Any]) -> None:
+        while (message := outbox.get()) is not None:
             try:
-                self._connection.send(message)
+                connection.send(message)
             except OSError:
                 # The child is gone; the reading thread says so.
                 return
@@ -258,7 +114,7 @@ class ProcessEngine(_Proxy):
                 self._inbox.put((time.monotonic(), Failed(traceback.format_exc())))
 
 
-class ThreadEngine(_Proxy):
+class ThreadEngine(EngineProxy):
     """An engine in a thread of this process. Shares its CPU time; its thread leaves global random state alone.
 
     The model is built before the thread starts: initialisation draws from the global generator, and two threads that
@@ -275,28 +131,28 @@ class ThreadEngine(_Proxy):
         record_dir: Path | None = None,
     ) -> None:
         super().__init__(config, name)
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        model = model_builder()
-        spec = WorkerSpec(lambda: model, seed, config.prompts_per_chunk, record_dir)
-        self._thread = threading.Thread(target=self._work, args=(spec,), name=name, daemon=True)
+        self._spec = worker_spec(model_builder, config, seed, record_dir)
+        self._start_worker()
+
+    def _start_worker(self) -> None:
+        model = self._spec.model_builder()
+        spec = replace(self._spec, model_builder=lambda: model)
+        channel = _ThreadChannel(self._inbox, self._outbox)
+        self._thread = threading.Thread(target=self._work, args=(spec, channel), name=self.name, daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """End the thread after the token in hand; one that is stuck is left to the end of the process. Idempotent."""
-        if not self._is_closed:
-            self._is_closed = True
-            self._outbox.put(Command("close"))
-            self._thread.join(CLOSE_TIMEOUT_S)
-
-    def _send(self, message: Any) -> None:
-        self._outbox.put(message)
+    def _stop_worker(self) -> None:
+        """After the token in hand; a thread that is stuck is left to the end of the process."""
+        self._outbox.put(Command("close"))
+        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _how_it_ended(self) -> str:
         return "its thread returned without an error"
 
-    def _work(self, spec: WorkerSpec) -> None:
-        run_worker(spec, _ThreadChannel(self._inbox, self._outbox))
-        self._inbox.put((time.monotonic(), _Ended()))
+    @staticmethod
+    def _work(spec: WorkerSpec, channel: _ThreadChannel) -> None:
+        run_worker(spec, channel)
+        channel.send(Ended())
 
 
 class _ThreadChannel:

@@ -15,14 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from fsdp_async.errors import ConfigError, FsdpAsyncError, InputError, QueueClosedError
-from fsdp_async.types import Prompt, Response, ResponseGroup, VersionSpan
-
-GroupKey = tuple[str, int]
-"""(prompt_id, epoch)."""
+from fsdp_async.errors import ConfigError, InputError, QueueClosedError
+from fsdp_async.ledger import Ledger
+from fsdp_async.types import GroupKey, Prompt, Response, ResponseGroup, VersionSpan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,42 +37,11 @@ class QueueConfig:
             raise ConfigError(f"queue.capacity_groups={self.capacity_groups}: must be at least 1")
 
 
-@dataclass(frozen=True)
-class Ledger:
-    """Counts of samples. `num_dropped_by_length` maps response tokens to samples (0 where none ever arrived)."""
-
-    submitted: int = 0
-    produced: int = 0
-    consumed: int = 0
-    dropped: int = 0
-    queued: int = 0
-    in_flight: int = 0
-    num_late: int = 0
-    num_dropped_by_length: Mapping[int, int] = field(default_factory=dict)
-    num_dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
-
-    def check(self) -> None:
-        """Raise if a sample was lost or doubled.
-
-        Raises:
-            FsdpAsyncError: an equation of the module docstring does not hold.
-        """
-        if self.submitted != self.produced + self.in_flight:
-            raise FsdpAsyncError(f"ledger: submitted != produced + in flight: {self}; this is a fault of the queue")
-        if self.produced != self.consumed + self.dropped + self.queued:
-            raise FsdpAsyncError(
-                f"ledger: produced != consumed + dropped + queued: {self}; this is a fault of the queue"
-            )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return asdict(self)
-
-
 @dataclass
 class _Outstanding:
     """A submitted group that is neither consumed nor dropped; `group` is None while in flight."""
 
+    prompt: Prompt
     version: int
     num_samples: int
     group: ResponseGroup | None = None
@@ -163,7 +130,7 @@ class SampleQueue:
         """
         with self._changed:
             self._refuse_closed("submit")
-            keys = [(prompt.prompt_id, prompt.epoch) for prompt in prompts]
+            keys = [prompt.key for prompt in prompts]
             taken = self._outstanding.keys() | self._given_up
             if doubled := [key for key, count in Counter(keys).items() if count > 1 or key in taken]:
                 raise InputError(
@@ -174,9 +141,16 @@ class SampleQueue:
                 raise InputError(
                     f"{len(keys)} groups submitted under version {version}, but only {room} are admissible"
                 )
-            for key in keys:
-                self._outstanding[key] = _Outstanding(version, num_samples)
+            for key, prompt in zip(keys, prompts, strict=True):
+                self._outstanding[key] = _Outstanding(prompt, version, num_samples)
             self._counts["submitted"] += num_samples * len(keys)
+
+    def reissue(self) -> list[Prompt]:
+        """The prompts in flight, oldest first, to be ordered again because nobody works on them any more."""
+        with self._changed:
+            lost = [item for item in self._outstanding.values() if item.group is None]
+            self._counts["reissued"] += sum(item.num_samples for item in lost)
+            return [item.prompt for item in lost]
 
     def put(self, group: ResponseGroup) -> None:
         """Queue a finished group. One that was given up before is counted as late and otherwise ignored.
@@ -188,7 +162,7 @@ class SampleQueue:
             InputError: a group never submitted, here already, or with another number of samples.
             QueueClosedError: the queue is closed.
         """
-        key = (group.prompt.prompt_id, group.prompt.epoch)
+        key = group.prompt.key
         with self._changed:
             if key in self._given_up:
                 self._given_up.remove(key)
@@ -262,15 +236,15 @@ class SampleQueue:
             self._changed.notify_all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a resumed queue needs: groups in order, given-up groups, counts.
+        """Everything that a resumed queue needs: prompts and groups in order, given-up groups, counts.
 
         Plain containers only, so that JSON holds it (as far as the `info` of prompts and responses is plain).
         """
         with self._changed:
             return {
                 "outstanding": [
-                    [list(key), item.version, item.num_samples, item.group and _to_plain(item.group)]
-                    for key, item in self._outstanding.items()
+                    [_fields(item.prompt), item.version, item.num_samples, item.group and _to_plain(item.group)]
+                    for item in self._outstanding.values()
                 ],
                 "given_up": [list(key) for key in sorted(self._given_up)],
                 "counts": dict(self._counts),
@@ -286,10 +260,13 @@ class SampleQueue:
         Raises:
             FsdpAsyncError: the counts of `state` do not fit its groups; the queue is unchanged.
         """
-        outstanding = {
-            (str(prompt_id), int(epoch)): _Outstanding(version, num_samples, group and _from_plain(group))
-            for (prompt_id, epoch), version, num_samples, group in state["outstanding"]
-        }
+        items = [
+            _Outstanding(prompt, version, num_samples, group and _from_plain(prompt, group))
+            for prompt, version, num_samples, group in (
+                (_prompt_from(plain), *rest) for plain, *rest in state["outstanding"]
+            )
+        ]
+        outstanding = {item.prompt.key: item for item in items}
         counts = Counter[str](state["counts"])
         by_length, by_reason = Counter[int](dict(state["dropped_by_length"])), Counter[str](state["dropped_by_reason"])
         _ledger(counts, outstanding, by_length, by_reason).check()
@@ -349,6 +326,7 @@ def _ledger(
         queued=sum(item.num_samples for item in outstanding.values() if item.group is not None),
         in_flight=sum(item.num_samples for item in outstanding.values() if item.group is None),
         num_late=counts["late"],
+        num_reissued=counts["reissued"],
         num_dropped_by_length=dict(sorted(by_length.items())),
         num_dropped_by_reason=dict(sorted(by_reason.items())),
     )
@@ -356,7 +334,6 @@ def _ledger(
 
 def _to_plain(group: ResponseGroup) -> dict[str, Any]:
     return {
-        "prompt": _fields(group.prompt),
         "responses": [
             _fields(response) | {"version_spans": [[s.version, s.start, s.stop] for s in response.version_spans]}
             for response in group.responses
@@ -365,8 +342,11 @@ def _to_plain(group: ResponseGroup) -> dict[str, Any]:
     }
 
 
-def _from_plain(plain: Mapping[str, Any]) -> ResponseGroup:
-    prompt = Prompt(**plain["prompt"] | {"token_ids": tuple(plain["prompt"]["token_ids"])})
+def _prompt_from(plain: Mapping[str, Any]) -> Prompt:
+    return Prompt(**{**plain, "token_ids": tuple(plain["token_ids"])})
+
+
+def _from_plain(prompt: Prompt, plain: Mapping[str, Any]) -> ResponseGroup:
     responses = tuple(
         Response(
             **response

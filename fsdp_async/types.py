@@ -17,6 +17,9 @@ from fsdp_async.errors import InputError
 
 FinishReason = Literal["stop", "length", "aborted"]
 
+GroupKey = tuple[str, int]
+"""(prompt_id, epoch): the identity of a group."""
+
 
 @dataclass(frozen=True)
 class VersionSpan:
@@ -44,6 +47,11 @@ class Prompt:
     def __post_init__(self) -> None:
         if not self.token_ids:
             raise InputError(f"prompt {self.prompt_id!r} has no tokens; a policy needs at least one to condition on")
+
+    @property
+    def key(self) -> GroupKey:
+        """Identity of the group that answers it; survives being issued again."""
+        return (self.prompt_id, self.epoch)
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,19 @@ class Response:
     def with_reward(self, reward: float) -> Response:
         """The same response, scored."""
         return replace(self, reward=reward)
+
+
+@dataclass(frozen=True)
+class PartialResponse:
+    """The tokens of a response that was interrupted; empty where none was drawn yet. Fields as in `Response`."""
+
+    token_ids: tuple[int, ...]
+    rollout_log_prob: tuple[float, ...]
+    version_spans: tuple[VersionSpan, ...]
+
+
+PartialGroup = tuple[PartialResponse, ...]
+"""One for each sample of a group."""
 
 
 @dataclass(frozen=True)

@@ -7,31 +7,30 @@ bucket's memory is reused only after every engine has said that it copied it; wh
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from multiprocessing.shared_memory import SharedMemory
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from fsdp_async.buckets import WeightBucket, pack
-from fsdp_async.errors import EngineTimeoutError, InputError, OutputError
+from fsdp_async.errors import EngineTimeoutError, InputError
 from fsdp_async.rollout import RolloutEngine
+from fsdp_async.shared_block import SharedBlock
 
 NUM_SLOTS = 2
 Waiting = Callable[[], AbstractContextManager[object]]
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightPublisher(Protocol):
     """Sends a version to every engine."""
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Send named full tensors, one pass, reading each before the next is asked for.
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, only: RolloutEngine | None = None
+    ) -> None:
+        """Send named full tensors to every engine (or `only` one), one pass, reading each before the next is asked for.
 
         When it returns, everything has been read (the trainer may step) and handed over; engines take it between two
         chunks of work. A tied tensor comes once.
@@ -47,6 +46,10 @@ class WeightPublisher(Protocol):
         Raises:
             EngineTimeoutError: as `publish`.
         """
+        ...
+
+    def forget(self, engine: RolloutEngine) -> None:
+        """`engine` was started again: it will not confirm anything that was handed over before."""
         ...
 
     def close(self) -> None:
@@ -73,33 +76,6 @@ class Slot(Protocol):
         ...
 
 
-class SharedSlot:
-    """A shared-memory segment; its creator unlinks it, and the system does when its creator is killed."""
-
-    def __init__(self, num_bytes: int) -> None:
-        # A segment beyond what is free is created all the same, and kills whoever writes to it.
-        if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < num_bytes:
-            raise OutputError(
-                28, f"{SHARED_MEMORY} has {free} bytes free, a bucket needs {num_bytes}; lower rollout.bucket_bytes"
-            )
-        self.capacity = num_bytes
-        self._segment = SharedMemory(create=True, size=num_bytes)
-
-    @property
-    def handle(self) -> str:
-        """The segment's name."""
-        return self._segment.name
-
-    def memory(self) -> Tensor:
-        """A view; must be gone before `free`."""
-        return torch.frombuffer(self._segment.buf, dtype=torch.uint8)
-
-    def free(self) -> None:
-        """Close and unlink."""
-        self._segment.close()
-        self._segment.unlink()
-
-
 class LocalSlot:
     """Memory of this process."""
 
@@ -123,14 +99,16 @@ class LocalSlot:
 @dataclass
 class _InUse:
     slot: Slot | None = None
-    awaited: tuple[int, int] | None = None
-    """(version, bucket) that engines are still to copy out of the slot."""
+    claim: tuple[int, int] = (-1, -1)
+    """(version, bucket) that lies in the slot."""
+    awaited: list[RolloutEngine] = field(default_factory=list)
+    """Engines that are still to copy it."""
 
 
 class BucketPublisher:
     """A publisher over one kind of slot; see the module docstring. `waiting()` surrounds each wait for engines."""
 
-    make_slot: type[SharedSlot] | type[LocalSlot]
+    make_slot: type[SharedBlock] | type[LocalSlot]
 
     def __init__(
         self,
@@ -147,25 +125,33 @@ class BucketPublisher:
         self._slots = [_InUse() for _ in range(NUM_SLOTS)]
         self._next = 0
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def publish(
+        self, version: int, tensors: Iterable[tuple[str, Tensor]], *, only: RolloutEngine | None = None
+    ) -> None:
         """See `WeightPublisher.publish`."""
+        engines = self._engines if only is None else [only]
         pending: WeightBucket | None = None
         for index, piece in enumerate(pack(tensors, self._bucket_bytes)):
             if pending is not None:
-                self._hand_over(pending)
-            slot = self._free_slot(piece.num_bytes, (version, index))
+                _hand_over(pending, engines)
+            slot = self._free_slot(piece.num_bytes, (version, index), engines)
             piece.copy_to(slot.memory())
             entries = tuple(entry for entry, _ in piece.entries)
             pending = WeightBucket(version, index, False, entries, slot.handle)
         if pending is None:
             raise InputError(f"version {version} was published without a single tensor")
         # Only now is it known to be the last one.
-        self._hand_over(WeightBucket(version, pending.index, True, pending.entries, pending.memory))
+        _hand_over(WeightBucket(version, pending.index, True, pending.entries, pending.memory), engines)
 
     def flush(self) -> None:
         """See `WeightPublisher.flush`."""
-        for used in sorted((used for used in self._slots if used.awaited), key=lambda used: used.awaited or ()):
+        for used in sorted(self._slots, key=lambda used: used.claim):
             self._await(used, "the end of the run")
+
+    def forget(self, engine: RolloutEngine) -> None:
+        """See `WeightPublisher.forget`."""
+        for used in self._slots:
+            used.awaited = [other for other in used.awaited if other is not engine]
 
     def close(self) -> None:
         """Free the slots."""
@@ -174,11 +160,7 @@ class BucketPublisher:
                 used.slot.free()
                 used.slot = None
 
-    def _hand_over(self, bucket: WeightBucket) -> None:
-        for engine in self._engines:
-            engine.load(bucket.version, bucket)
-
-    def _free_slot(self, num_bytes: int, claim: tuple[int, int]) -> Slot:
+    def _free_slot(self, num_bytes: int, claim: tuple[int, int], engines: Sequence[RolloutEngine]) -> Slot:
         used = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
         self._await(used, f"bucket {claim[1]} of version {claim[0]}")
@@ -187,16 +169,16 @@ class BucketPublisher:
             used.slot = None
         if used.slot is None:
             used.slot = self.make_slot(max(1, num_bytes))
-        used.awaited = claim
+        used.claim, used.awaited = claim, list(engines)
         return used.slot
 
     def _await(self, used: _InUse, what_for: str) -> None:
         """Wait until every engine has copied what lies in the slot."""
-        if used.awaited is None:
+        if not used.awaited:
             return
-        version, bucket = used.awaited
+        version, bucket = used.claim
         with self._waiting():
-            for engine in self._engines:
+            for engine in used.awaited:
                 try:
                     engine.wait_loaded(version, bucket, self._timeout_s)
                 except EngineTimeoutError as error:
@@ -206,13 +188,18 @@ class BucketPublisher:
                         "Look at its stack; shorten its chunks (rollout.prompts_per_chunk) or raise "
                         "rollout.load_timeout_s"
                     ) from error
-        used.awaited = None
+        used.awaited = []
+
+
+def _hand_over(bucket: WeightBucket, engines: Sequence[RolloutEngine]) -> None:
+    for engine in engines:
+        engine.load(bucket.version, bucket)
 
 
 class SharedMemoryPublisher(BucketPublisher):
     """For engines in other processes of this machine."""
 
-    make_slot = SharedSlot
+    make_slot = SharedBlock
 
 
 class InProcessPublisher(BucketPublisher):

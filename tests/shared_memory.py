@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 
-def segments_of(pid="self"):
-    """Files of the shared-memory segments that the process has mapped."""
-    maps = Path(f"/proc/{pid}/maps").read_text()
-    return {Path(name) for name in re.findall(r"/dev/shm/psm_\w+", maps)}
+def blocks_of(pid="self"):
+    """The shared blocks that a process has mapped; none for one that has ended."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return re.findall(r"/memfd:fsdp_async|/dev/shm/psm_\w+", maps)
 
 
-def left(segments):
-    """Those of `segments` that still exist."""
-    return sorted(path.name for path in segments if path.exists())
+def named_segments():
+    """Segments in /dev/shm, which outlive a process that is killed."""
+    return {path.name for path in Path("/dev/shm").glob("psm_*")}

@@ -7,7 +7,7 @@ import torch
 from builders import VOCAB, tiny_model
 
 from fsdp_async.batching import collate
-from fsdp_async.generation import generate
+from fsdp_async.generation import Generation, generate
 from fsdp_async.modeling import apply_fsdp2, response_log_prob
 from fsdp_async.rollout import SamplingParams
 from fsdp_async.types import Prompt
@@ -111,3 +111,81 @@ def test_giving_up_is_possible_before_every_token():
     with pytest.raises(KeyError):
         generate(tiny_model().eval(), _prompts(), PARAMS, version=0, seed=0, on_step=give_up)
     assert len(steps) == 3
+
+
+def _drive(generation, versions):
+    """One token under each of `versions`, and on with the last one until the end."""
+    versions = list(versions)
+    while not generation.is_done:
+        generation.step(versions.pop(0) if len(versions) > 1 else versions[0])
+    return generation.groups(0)
+
+
+def test_an_interrupted_response_goes_on_under_the_new_weights_from_what_is_there():
+    old, new = tiny_model(seed=0).eval(), tiny_model(seed=1).eval()
+    model = tiny_model(seed=0).eval()
+    generation = Generation(model, _prompts(), PARAMS, seed=0)
+    for _ in range(2):
+        generation.step(4)
+    model.load_state_dict(new.state_dict())
+    generation.weights_changed()
+    groups = _drive(generation, [7])
+    before = _tokens(_generate(old, _prompts()))
+    for group, tokens in zip(groups, before, strict=True):
+        for answer, uninterrupted in zip(group.responses, tokens, strict=True):
+            assert answer.token_ids[:2] == uninterrupted[:2]
+            assert len(answer.token_ids) <= PARAMS.max_response_tokens, "the budget is that of the whole response"
+            spans = [(s.version, s.start, s.stop) for s in answer.version_spans]
+            length = len(answer.token_ids)
+            assert spans == ([(4, 0, 2), (7, 2, length)] if length > 2 else [(4, 0, length)])
+    batch = collate(
+        [dataclasses.replace(g, responses=tuple(r.with_reward(0.0) for r in g.responses)) for g in groups],
+        pad_token_id=0,
+    )
+    with torch.no_grad():
+        under = {4: response_log_prob(old, batch), 7: response_log_prob(new, batch)}
+    for version, log_prob in under.items():
+        where = batch.versions == version
+        assert where.any()
+        torch.testing.assert_close(batch.rollout_log_prob[where], log_prob[where], rtol=0, atol=CACHE_TOLERANCE)
+
+
+def test_weights_that_changed_to_themselves_change_nothing():
+    model = tiny_model().eval()
+    generation = Generation(model, _prompts(), PARAMS, seed=0)
+    while not generation.is_done:
+        generation.weights_changed()
+        generation.step(3)
+    assert _tokens(generation.groups(0)) == _tokens(_generate(model, _prompts()))
+
+
+def test_a_restarted_response_is_of_one_version():
+    model = tiny_model().eval()
+    generation = Generation(model, _prompts(), PARAMS, seed=0)
+    generation.step(1)
+    generation.step(1)
+    generation.restart()
+    groups = _drive(generation, [2])
+    assert {len(r.version_spans) for g in groups for r in g.responses} == {1}
+    assert {s.version for g in groups for r in g.responses for s in r.version_spans} == {2}
+    assert _tokens(groups) == _tokens(_generate(model, _prompts()))
+
+
+@pytest.mark.parametrize("num_drawn", [0, 1, 3, 6])
+def test_what_was_told_of_unfinished_responses_is_enough_to_go_on(num_drawn):
+    model = tiny_model(seed=5).eval()
+    expected = _generate(model, _prompts(), version=1)
+    first = Generation(model, _prompts(), PARAMS, seed=0)
+    for _ in range(num_drawn):
+        if not first.is_done:
+            first.step(1)
+    partials = first.partials()
+    assert len(partials) == (4 if num_drawn else 0)
+    # In other company and another order, with one that has not begun.
+    fresh = Prompt("fresh", (3, 4), "test")
+    second = Generation(model, [fresh, *_prompts()[::-1]], PARAMS, seed=0, partials=partials)
+    groups = _drive(second, [1])
+    assert _tokens(groups[1:][::-1]) == _tokens(expected)
+    again = [r.rollout_log_prob for g in groups[1:][::-1] for r in g.responses]
+    for mine, theirs in zip(again, [r.rollout_log_prob for g in expected for r in g.responses], strict=True):
+        assert mine == pytest.approx(theirs, abs=CACHE_TOLERANCE)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import os
 import signal
@@ -11,11 +13,12 @@ import pytest
 import torch
 from builders import TINY, VOCAB, tiny_model
 from safetensors.torch import load_model
-from shared_memory import left, segments_of
+from shared_memory import blocks_of, named_segments
 
+from fsdp_async import engine_worker
 from fsdp_async.dtensor_io import full_tensors
-from fsdp_async.errors import EngineDiedError, EngineTimeoutError, InputError
-from fsdp_async.generation import generate
+from fsdp_async.errors import EngineDiedError, EngineError, EngineTimeoutError, InputError
+from fsdp_async.generation import Generation, generate
 from fsdp_async.modeling import build_model
 from fsdp_async.rollout import RolloutConfig, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
@@ -115,6 +118,142 @@ def test_a_paused_engine_takes_weights_but_generates_nothing_until_resumed():
     finally:
         engine.close()
         publisher.close()
+
+
+SLOW = dataclasses.replace(PARAMS, max_response_tokens=60, eos_token_id=VOCAB + 5)
+"""Never ends before its budget does."""
+
+
+def _slow_down(monkeypatch, until):
+    """Let a thread engine draw a token only when `until()` is above the tokens that it has drawn."""
+    drawn, step = [0], Generation.step
+
+    def slow(self, version):
+        while drawn[0] >= until():
+            time.sleep(0.001)
+        drawn[0] += 1
+        step(self, version)
+
+    monkeypatch.setattr(Generation, "step", slow)
+    return drawn
+
+
+@pytest.mark.parametrize(
+    ("options", "versions"),
+    [({}, [0, 1]), ({"partial": False}, [1]), ({"interrupt": False}, [0])],
+    ids=["goes on", "begins anew", "finishes first"],
+)
+def test_a_publication_meets_a_response_under_way(options, versions, monkeypatch):
+    allowed = [5]
+    drawn = _slow_down(monkeypatch, lambda: allowed[0])
+    engine = ThreadEngine(BUILDER, dataclasses.replace(CONFIG, engine="thread", **options), seed=4)
+
+    @contextlib.contextmanager
+    def release():
+        allowed[0] = 10**9
+        yield
+
+    # More buckets than there are slots: the publisher waits for the engine, which takes them in between.
+    publisher = InProcessPublisher([engine], bucket_bytes=5000, timeout_s=DEADLINE_S, waiting=release)
+    try:
+        _publish(publisher, 0, seed=1)
+        allowed[0] = 5
+        engine.submit(_prompts(0), SLOW)
+        while drawn[0] < 5:
+            assert engine.poll(0.01) == []
+        _publish(publisher, 1, seed=2)
+        (group,) = _collect(engine, 1)
+    finally:
+        allowed[0] = 10**9
+        engine.close()
+        publisher.close()
+    for answer in group.responses:
+        assert [s.version for s in answer.version_spans] == versions
+        assert len(answer.token_ids) == SLOW.max_response_tokens
+
+
+def _kill(engine):
+    os.kill(engine.pid, signal.SIGKILL)
+
+
+def _stop(engine):
+    os.kill(engine.pid, signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("harm", [_kill, _stop])
+def test_a_dead_or_silent_child_is_started_again_and_answers_the_same(started, harm):
+    engine, publisher = started
+    pid, prompts = engine.pid, _prompts(0, 1)
+    harm(engine)
+    with pytest.raises(EngineError):
+        _collect(engine, 1)
+    assert engine.restart() == {}
+    publisher.forget(engine)
+    assert engine.pid != pid
+    assert not os.path.exists(f"/proc/{pid}")
+    with pytest.raises(InputError, match="submit before the first load"):
+        engine.submit(prompts, PARAMS)
+    publisher.publish(0, full_tensors(tiny_model(seed=1)), only=engine)
+    engine.submit(prompts, PARAMS)
+    assert _answers(_collect(engine, 2)) == _answers(_expected(prompts, seed=1, version=0))
+
+
+def test_a_thread_that_raised_is_started_again(monkeypatch):
+    engine = ThreadEngine(BUILDER, dataclasses.replace(CONFIG, engine="thread"), seed=4)
+    publisher = InProcessPublisher([engine], bucket_bytes=1 << 20, timeout_s=DEADLINE_S)
+    step, failures = Generation.step, [1]
+
+    def fail_once(self, version):
+        if failures:
+            raise KeyError(f"failure {failures.pop()}")
+        step(self, version)
+
+    monkeypatch.setattr(Generation, "step", fail_once)
+    try:
+        _publish(publisher, 0, seed=1)
+        engine.submit(_prompts(0), PARAMS)
+        with pytest.raises(EngineDiedError, match="failure 1"):
+            _collect(engine, 1)
+        engine.restart()
+        publisher.forget(engine)
+        publisher.publish(0, full_tensors(tiny_model(seed=1)), only=engine)
+        engine.submit(_prompts(0), PARAMS)
+        assert _answers(_collect(engine, 1)) == _answers(_expected(_prompts(0), seed=1, version=0))
+    finally:
+        engine.close()
+        publisher.close()
+
+
+def test_what_an_engine_told_of_its_progress_survives_it(monkeypatch):
+    monkeypatch.setattr(engine_worker, "PROGRESS_S", 0.0)
+    allowed = [7]
+    drawn = _slow_down(monkeypatch, lambda: allowed[0])
+    engine = ThreadEngine(BUILDER, dataclasses.replace(CONFIG, engine="thread"), seed=4)
+    publisher = InProcessPublisher([engine], bucket_bytes=1 << 20, timeout_s=DEADLINE_S)
+    try:
+        _publish(publisher, 0, seed=1)
+        engine.submit(_prompts(0), SLOW)
+        while drawn[0] < 7:
+            assert engine.poll(0.01) == []
+        engine.poll(0.1)
+        monkeypatch.setattr(engine_worker, "PROGRESS_S", 1e9)
+        monkeypatch.setattr("fsdp_async.rollout_hf.CLOSE_TIMEOUT_S", 0.01)
+        partials = engine.restart()
+        (parts,) = partials.values()
+        assert {len(p.token_ids) for p in parts} <= {6, 7}
+        allowed[0] = 10**9
+        publisher.forget(engine)
+        publisher.publish(3, full_tensors(tiny_model(seed=1)), only=engine)
+        engine.submit(_prompts(0), SLOW, partials)
+        (group,) = _collect(engine, 1)
+    finally:
+        allowed[0] = 10**9
+        engine.close()
+        publisher.close()
+    for part, answer in zip(parts, group.responses, strict=True):
+        assert answer.token_ids[: len(part.token_ids)] == part.token_ids
+        assert [(s.version, s.start) for s in answer.version_spans] == [(0, 0), (3, len(part.token_ids))]
+        assert len(answer.token_ids) == SLOW.max_response_tokens
 
 
 def _explode():
@@ -218,14 +357,15 @@ def test_a_child_ends_by_itself_when_its_trainer_is_killed_and_shared_memory_is_
     script.write_text(ORPHAN)
     tests = os.path.dirname(os.path.abspath(__file__))
     command = [sys.executable, str(script), tests]
+    before = named_segments()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, text=True, **pipes) as trainer:
         child = int(trainer.stdout.readline())
-        segments = segments_of(trainer.pid)
-        assert segments
+        assert blocks_of(trainer.pid)
+        assert named_segments() == before, "memory with a name would outlive a group that is killed"
         trainer.send_signal(signal.SIGKILL)
     deadline = time.monotonic() + 30
     waiting = True
     while waiting:
-        waiting = os.path.exists(f"/proc/{child}") or left(segments) != []
+        waiting = os.path.exists(f"/proc/{child}")
         assert time.monotonic() < deadline, f"child {child} or its memory outlived the trainer by 30 s"

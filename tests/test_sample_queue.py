@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_async.errors import ConfigError, FsdpAsyncError, InputError, QueueClosedError
-from fsdp_async.sample_queue import Ledger, QueueConfig, SampleQueue
+from fsdp_async.ledger import Ledger
+from fsdp_async.sample_queue import QueueConfig, SampleQueue
 from fsdp_async.types import Prompt
 
 

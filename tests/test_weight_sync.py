@@ -5,13 +5,14 @@ import contextlib
 import pytest
 import torch
 from builders import tiny_model
-from shared_memory import left, segments_of
+from shared_memory import blocks_of
 
 from fsdp_async.buckets import WeightReceiver
 from fsdp_async.dtensor_io import full_tensors
 from fsdp_async.engine_worker import take_bucket
 from fsdp_async.errors import EngineTimeoutError, InputError, OutputError
-from fsdp_async.weight_sync import InProcessPublisher, SharedMemoryPublisher, SharedSlot
+from fsdp_async.shared_block import SharedBlock
+from fsdp_async.weight_sync import InProcessPublisher, SharedMemoryPublisher
 
 
 class FakeEngine:
@@ -56,11 +57,10 @@ def test_every_engine_holds_what_was_published_and_no_memory_is_left(publisher_t
     for engine in engines:
         assert [is_last for v, _, is_last in engine.buckets if v == 2][-1]
         assert sum(is_last for v, _, is_last in engine.buckets if v == 2) == 1
-    segments = segments_of()
-    assert bool(segments) == (publisher_type is SharedMemoryPublisher)
+    assert bool(blocks_of()) == (publisher_type is SharedMemoryPublisher)
     publisher.close()
     publisher.close()
-    assert left(segments) == []
+    assert blocks_of() == []
 
 
 def test_a_model_that_fits_is_handed_over_without_waiting_for_any_engine():
@@ -126,13 +126,12 @@ def test_memory_that_cannot_grow_leaves_nothing_behind_and_the_error_its_own():
     publisher = SharedMemoryPublisher([FakeEngine()], bucket_bytes=1 << 62, timeout_s=1)
     publisher.publish(0, full_tensors(tiny_model()))
     publisher.publish(1, full_tensors(tiny_model()))
-    segments = segments_of()
+    assert blocks_of()
     huge = torch.empty(1).expand(1 << 50)
     with pytest.raises(OutputError, match=r"lower rollout\.bucket_bytes"):
         publisher.publish(2, [("model.norm.weight", huge)])
     publisher.close()
-    assert segments
-    assert left(segments) == []
+    assert blocks_of() == []
 
 
 def test_a_publication_of_nothing_is_refused():
@@ -142,4 +141,4 @@ def test_a_publication_of_nothing_is_refused():
 
 def test_shared_memory_that_is_not_there_is_refused_before_it_is_touched():
     with pytest.raises(OutputError, match=r"lower rollout\.bucket_bytes"):
-        SharedSlot(1 << 60)
+        SharedBlock(1 << 60)
