@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fsdp_async.errors import CanaryError
+from fsdp_async.errors import CanaryError, NonFiniteError
 from fsdp_async.types import TrainBatch
 
 
@@ -36,6 +36,7 @@ class Canary:
 
         Raises:
             CanaryError: a gap is above the bound or not a number.
+            NonFiniteError: the trainer's log-probs are not numbers.
         """
         gaps = {}
         for version in self.unseen(batch):
@@ -44,6 +45,11 @@ class Canary:
             # Tokens whose log-prob the engine could not state are the correction's business (`nonfinite`); a version
             # of nothing else gives NaN here, which is above every bound.
             gap = float(difference[difference.isfinite()].abs().mean())
+            if bool(behaviour_log_prob[where].isnan().all()):
+                raise NonFiniteError(
+                    f"version {version}: the trainer's own log-probs are not numbers, so its weights are not either; "
+                    "lower optim.lr, or start from other weights. Nothing of it was trained on"
+                )
             if not gap <= self.bound_nats:
                 raise CanaryError(
                     f"version {version}, {engine}: the engine's log-probs are {gap:.4g} nats from the trainer's "

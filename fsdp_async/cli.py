@@ -1,13 +1,14 @@
 """The command line: `fsdp-async train|plan [KEY=VALUE ...]`.
 
 Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refused or failed, 2 unusable arguments,
-130 Ctrl-C, 143 SIGTERM. The only file that imports hydra; after composition there is one frozen `Config`.
+130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. The only file that imports hydra; after composition there is one frozen `Config`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import re
 import signal
 import sys
@@ -28,7 +29,7 @@ from rich.console import Console
 from fsdp_async.config import Config, parse_config, unknown_key_message
 from fsdp_async.errors import ConfigError, FsdpAsyncError
 from fsdp_async.run import plan_lines, run_training
-from fsdp_async.terminal import Terminal
+from fsdp_async.terminal import Output, Terminal
 from fsdp_async.trainer import AsyncTrainer
 
 EPILOG = """\
@@ -45,13 +46,17 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a terminal cannot show must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     errors = Console(stderr=True)
     try:
         config = compose_config(options.overrides)
         if options.command == "plan":
             for line in plan_lines(config):
-                Console().print(line, highlight=False, soft_wrap=True, markup=False)
+                Output().print(line, highlight=False, soft_wrap=True, markup=False)
             return 0
         return _train(config)
     except KeyboardInterrupt:
@@ -79,7 +84,12 @@ def compose_config(overrides: Sequence[str]) -> Config:
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # Hydra raises the last one, too
         raise ConfigError(_hydra_message(error)) from error
     assert isinstance(mapping, dict)
-    return parse_config({str(key): value for key, value in mapping.items()})
+    try:
+        return parse_config({str(key): value for key, value in mapping.items()})
+    except ConfigError as error:
+        if "has no effect" not in str(error):
+            raise
+        raise ConfigError(f"{error} (~KEY takes away what an experiment or a group has set)") from error
 
 
 def config_directory() -> Path:
@@ -144,8 +154,11 @@ def _keys_help() -> str:
     return "\n".join(lines)
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 class _Signals:
-    """The first Ctrl-C or SIGTERM ends the run after the step in hand, the second at once. Old handlers come back.
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step in hand, the second at once. Old handlers return.
 
     Once the run is ending, signals change nothing: what is left takes bounded time, and files would be left unwritten.
     """
@@ -157,8 +170,10 @@ class _Signals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._before[number] = signal.signal(number, self._handle)
+        for number in STOP_SIGNALS:
+            # Whoever started us under nohup wants us to outlive the terminal.
+            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
+                self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc_info: object) -> None:

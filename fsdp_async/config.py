@@ -32,6 +32,9 @@ from fsdp_async.tasks import TaskConfig
 from fsdp_async.trainer import TrainerConfig
 from fsdp_async.warm_start import WarmStartConfig
 
+MAX_THREADS = 512
+MAX_INTEGER = 1 << 62
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -48,8 +51,12 @@ class RunConfig:
     record_batches: bool = False
 
     def __post_init__(self) -> None:
-        if self.num_threads < 1:
-            raise ConfigError(f"run.num_threads={self.num_threads}: must be at least 1")
+        if not 1 <= self.num_threads <= MAX_THREADS:
+            raise ConfigError(f"run.num_threads={self.num_threads}: must be in 1..{MAX_THREADS}")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"run.seed={self.seed}: must be in 0..2**63 - 1")
+        if not self.output_dir:
+            raise ConfigError("run.output_dir is empty; name a directory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +112,18 @@ def parse_config(mapping: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         raise ConfigError(_first_error(error)) from error
     for path, value in _leaves(dataclasses.asdict(config)):
-        if isinstance(value, float) and math.isnan(value):
-            raise ConfigError(f"{path}=nan: not a number; leave a bound out (null) for no bound")
+        _refuse_unusable(path, value)
     return config
+
+
+def _refuse_unusable(path: str, value: Any) -> None:
+    """What no setting can be, whatever it is for."""
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(f"{path}=nan: not a number; leave a bound out (null) for no bound")
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ConfigError(f"{path}={value}: beyond every machine; the largest is 2**62")
+    if isinstance(value, str) and not value.isprintable():
+        raise ConfigError(f"{path}={value!r}: has characters that cannot be printed; was it typed in another encoding?")
 
 
 def unknown_key_message(path: str, known: typing.Collection[str]) -> str:
@@ -183,6 +199,11 @@ def _refuse_inert_correction(config: Config) -> None:
         )
     if config.weights_inside_loss:
         _refuse_inside_loss(correction)
+    if config.advantages.over == "all" and not correction.can_reject:
+        raise ConfigError(
+            "advantages.over=all has no effect where nothing can be rejected: all responses are kept; leave it out, or "
+            "add a rejection"
+        )
 
 
 def _refuse_inside_loss(correction: CorrectionConfig) -> None:
@@ -208,6 +229,11 @@ def _refuse_inert_staleness(config: Config) -> None:
     trainer = config.trainer
     # With rarer publications the anchor `current` moves on between them, and lag with it.
     always_newest = trainer.max_staleness == 0 and (trainer.sync_every == 1 or trainer.anchor == "last_sync")
+    if trainer.max_staleness == 0 and config.rollout.partial is not None:
+        raise ConfigError(
+            f"rollout.partial={config.rollout.partial} has no effect with trainer.max_staleness=0: nothing is being "
+            "generated when weights are published; leave it out, or raise trainer.max_staleness"
+        )
     if always_newest and "lag" in config.correction.factors:
         raise ConfigError(
             f"a lag bound or rule with trainer.max_staleness=0, sync_every={trainer.sync_every} and anchor="

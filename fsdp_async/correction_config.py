@@ -109,13 +109,18 @@ class CorrectionConfig:
             )
         if self.batch_normalize and not self.weights:
             raise ConfigError("correction.batch_normalize=True has no effect without weights; set combined or mismatch")
-        if self.denominator == "kept" and not self.rejections and self.nonfinite != "mask":
+        if self.denominator == "kept" and not self.can_reject:
             raise ConfigError(
                 "correction.denominator='kept' has no effect where nothing can be rejected; add a rejection or leave it"
             )
         names = [rejection.name for rejection in self.rejections]
         if len(set(names)) != len(names):
             raise ConfigError(f"correction.rejections name the same rule twice: {names}; give each one pair of bounds")
+
+    @property
+    def can_reject(self) -> bool:
+        """Whether a token that was sampled may be left out."""
+        return bool(self.rejections) or self.nonfinite == "mask"
 
     @classmethod
     def from_verl(cls, mapping: Mapping[str, Any] | None) -> Self:

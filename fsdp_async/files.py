@@ -62,12 +62,20 @@ def write_model_at(directory_fd: int, name: str, model: nn.Module) -> None:
     write_model(Path(os.readlink(f"/proc/self/fd/{directory_fd}")) / name, model)
 
 
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
         with temporary.open("rb") as handle:
+            # safetensors makes files for their owner alone.
+            os.fchmod(handle.fileno(), 0o666 & ~_umask())
             os.fsync(handle.fileno())
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:

@@ -24,6 +24,10 @@ from fsdp_async.errors import ConfigError
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.types import TrainBatch
 
+MAX_SIZE = 1 << 20
+MAX_LAYERS = 10_000
+"""Beyond any model there is: a slip of the keyboard, which would only be noticed when memory ends."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -41,8 +45,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name}={getattr(self, name)}: must be at least 1")
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise ConfigError(f"model.{name}={getattr(self, name)}: must be in 1..{MAX_SIZE:,}")
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"model.num_layers={self.num_layers}: must be at most {MAX_LAYERS:,}")
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim}: rotary embeddings need an even number")
         if self.num_heads % self.num_kv_heads:
@@ -71,15 +77,20 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "max_grad_norm"):
+        if not 0 < self.lr <= 1:
+            raise ConfigError(
+                f"optim.lr={self.lr}: must be above 0 and at most 1; Adam moves every weight by about lr a step"
+            )
+        for name in ("eps", "max_grad_norm"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"optim.{name}={getattr(self, name)}: must be above 0 and finite")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optim.{name}={getattr(self, name)}: must be in [0, 1)")
-        if self.weight_decay < 0 or self.warmup_steps < 0:
+        if not 0 <= self.weight_decay < math.inf or self.warmup_steps < 0:
             raise ConfigError(
-                f"optim.weight_decay={self.weight_decay}, optim.warmup_steps={self.warmup_steps}: must not be negative"
+                f"optim.weight_decay={self.weight_decay}, optim.warmup_steps={self.warmup_steps}: must be finite and "
+                "not negative"
             )
 
     def check_length(self, total_steps: int) -> None:

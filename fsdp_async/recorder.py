@@ -7,6 +7,7 @@ that the summary is computed from. Files that matter are whole or absent.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,11 @@ class Recorder:
         self._directory = directory
         self._loggers = loggers
         self._events: list[Mapping[str, Any]] = []
+
+    @property
+    def directory(self) -> Path:
+        """Where the run writes now."""
+        return self._directory.path
 
     def observe(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Log an event; after the first training step the run takes its place."""

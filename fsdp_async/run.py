@@ -28,7 +28,7 @@ from fsdp_async.recorder import Recorder
 from fsdp_async.rewards import RewardConfig, build_reward
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
-from fsdp_async.run_dir import RunDirectory, run_record
+from fsdp_async.run_dir import RECORD, RunDirectory, run_record
 from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.state_cache import StateCache
 from fsdp_async.tasks import Task, build_task
@@ -101,29 +101,35 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
     with RunDirectory(Path(config.run.output_dir), overwrite=config.run.overwrite) as directory:
         view.plan(lines)
         record = run_record(dataclasses.asdict(config), seeds={"run": config.run.seed}, plan_lines=lines)
-        write_json(directory.path / "run.json", record)
+        write_json(directory.path / RECORD, record)
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(config.run.num_threads)
             loggers = stack.enter_context(Loggers(config.logging, directory.path))
             recorder = Recorder(directory, loggers)
-            timeline = Timeline()
-            engine = stack.enter_context(closing(_engine(config, task, directory.path)))
-            learner = _learner(config, task, warm_start, view, stack)
-            parts = _parts(config, task, learner, engine, timeline, stack)
-            parts = dataclasses.replace(
-                parts,
-                observers=(recorder.observe, view.observe),
-                record_batch=recorder.record_batch if config.run.record_batches else None,
-            )
-            trainer = AsyncTrainer(parts, config.trainer)
-            view.trainer_ready(trainer)
+            # Whatever ends the run from here on leaves a summary.
             try:
+                trainer = _trainer(config, task, warm_start, recorder, view, stack)
+                view.trainer_ready(trainer)
                 trainer.run()
             finally:
                 summary = recorder.finish()
         view.finished(summary, Path(config.run.output_dir) if directory.is_kept else None)
         return summary
+
+
+def _trainer(
+    config: Config, task: Task, warm_start: Path | None, recorder: Recorder, view: View, stack: ExitStack
+) -> AsyncTrainer:
+    timeline = Timeline()
+    engine = stack.enter_context(closing(_engine(config, task, recorder.directory)))
+    learner = _learner(config, task, warm_start, view, stack)
+    parts = dataclasses.replace(
+        _parts(config, task, learner, engine, timeline, stack),
+        observers=(recorder.observe, view.observe),
+        record_batch=recorder.record_batch if config.run.record_batches else None,
+    )
+    return AsyncTrainer(parts, config.trainer)
 
 
 def _task(config: Config) -> Task:

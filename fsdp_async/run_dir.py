@@ -21,6 +21,7 @@ from typing import IO, Any, Self
 
 from fsdp_async.errors import OutputError, RunDirectoryError
 
+RECORD = "run.json"
 LIBRARIES = ("fsdp-async", "torch", "transformers", "safetensors", "hydra-core", "pydantic", "numpy")
 
 
@@ -103,8 +104,29 @@ class RunDirectory:
                 f"run.output_dir={self._target} is not empty; choose another directory, or run.overwrite=true to have "
                 "it moved aside once the new run has taken its first step"
             )
+        self._refuse_to_move()
         staging.mkdir()
         self._staging = staging
+
+    def _refuse_to_move(self) -> None:
+        """Only a run's own directory is moved aside, and only when nobody is at work in it."""
+        if self._target in (here := Path.cwd(), *here.parents):
+            raise RunDirectoryError(
+                f"run.output_dir={self._target} is or holds the current directory {here}, which will not be moved "
+                "aside; name a directory below it"
+            )
+        if not (self._target / RECORD).is_file():
+            raise RunDirectoryError(
+                f"run.output_dir={self._target} holds no run (no {RECORD}) but other files, which will not be moved "
+                "aside; choose another directory"
+            )
+        for lock in self._target.rglob(".*.lock"):
+            with lock.open("r") as handle:
+                if not _lock(handle):
+                    raise RunDirectoryError(
+                        f"run.output_dir={self._target} holds a living run (process {handle.read().strip()}, "
+                        f"{lock}); stop it or choose another directory"
+                    )
 
     def _release(self) -> None:
         if self._lock is not None:
@@ -117,16 +139,14 @@ def _acquire(target: Path) -> IO[str]:
     path = target.with_name(f".{target.name}.lock")
     while True:
         handle = path.open("a+")
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(handle):
             handle.seek(0)
             owner = handle.read().strip() or "unknown"
             handle.close()
             raise RunDirectoryError(
                 f"run.output_dir={target} is in use by a living run (process {owner}); stop it or choose another "
                 "directory"
-            ) from None
+            )
         # The holder before us may have removed the file between our open and our lock: then we hold a lock on nothing.
         if _is_at(handle, path):
             handle.truncate(0)
@@ -134,6 +154,15 @@ def _acquire(target: Path) -> IO[str]:
             handle.flush()
             return handle
         handle.close()
+
+
+def _lock(handle: IO[str]) -> bool:
+    """Whether the file could be locked; freed when it is closed."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _is_at(handle: IO[str], path: Path) -> bool:

@@ -77,7 +77,7 @@ class TaskConfig:
         if self.path is None:
             raise ConfigError('task.kind=jsonl needs task.path, a file of lines {"prompt": ..., "answer": ...}')
         if not Path(self.path).is_file():
-            raise ConfigError(f"task.path={self.path}: no such file; give an existing JSONL file")
+            raise ConfigError(f"task.path={self.path}: no regular file; give an existing JSONL file")
         if self.num_digits != TaskConfig.num_digits:
             raise ConfigError(f"task.num_digits={self.num_digits} has no effect with task.kind=jsonl; leave it out")
 
@@ -133,7 +133,7 @@ class Task:
         for item in (*self._training, *self._evaluation):
             if (num_tokens := len(item.answer) + 1) > max_response_tokens:
                 raise InputError(
-                    f"{item.prompt_id}: the answer {item.answer!r} takes {num_tokens} tokens with its end, above "
+                    f"{item.prompt_id}: the answer {item.answer!r:.80} takes {num_tokens} tokens with its end, above "
                     f"rollout.max_response_tokens={max_response_tokens}; no response could ever be right: raise it"
                 )
 
@@ -190,7 +190,13 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
 def _refuse_overlap(training: list[Item], evaluation: list[Item], where: str) -> None:
     """A prompt trained on says nothing about accuracy; the same prompt twice in training is the user's weighting."""
     trained = {item.prompt: item.prompt_id for item in training}
+    answers: dict[str, Item] = {}
     for item in evaluation:
+        if (other := answers.setdefault(item.prompt, item)).answer != item.answer:
+            raise InputError(
+                f"{where}: {other.prompt_id} and {item.prompt_id} are for evaluation, ask the same, "
+                f"{item.prompt!r:.80}, and want different answers, so one can never be right; remove one"
+            )
         if item.prompt in trained:
             raise InputError(
                 f"{where}: {trained[item.prompt]} and {item.prompt_id} ask the same, {item.prompt!r}, and the latter "
@@ -221,10 +227,16 @@ def _jsonl_items(config: TaskConfig) -> list[Item]:
     return items
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(record := dict(pairs)) != len(pairs):
+        raise ValueError(f"a key comes twice: {[key for key, _ in pairs]}")
+    return record
+
+
 def _jsonl_item(line: bytes, where: str, prompt_id: str, max_prompt_tokens: int) -> Item:
     try:
-        record = json.loads(line.decode())
-    except ValueError as error:  # not UTF-8, or not JSON
+        record = json.loads(line.decode(), object_pairs_hook=_without_doubles)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested without end
         raise InputError(f"{where}: not JSON ({error}); each line must be one object") from error
     if not isinstance(record, dict) or record.keys() != {"prompt", "answer"}:
         raise InputError(f"{where}: need exactly the keys prompt and answer, got {record!r:.80}")

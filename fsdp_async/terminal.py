@@ -6,6 +6,7 @@ observes events and decides nothing.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -15,12 +16,29 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from fsdp_async.errors import OutputError
+
+
+class Output(Console):
+    """Standard output, whose reader may go away."""
+
+    def on_broken_pipe(self) -> None:
+        """Say so, where rich would end the process without a word.
+
+        Raises:
+            OutputError: always.
+        """
+        try:
+            super().on_broken_pipe()  # keeps Python from complaining once more when it flushes at exit
+        except SystemExit:
+            raise OutputError(errno.EPIPE, "stdout was closed by its reader, so nobody sees what happens") from None
+
 
 class Terminal:
     """Prints the plan, shows progress, prints the summary. Use as a context manager."""
 
     def __init__(self, num_batches: int, *, console: Console | None = None) -> None:
-        self.console = console or Console()
+        self.console = console or Output()
         self._num_batches = num_batches
         self._accuracy: float | None = None
         self._training_start_s = 0.0

@@ -55,15 +55,21 @@ class Timeline:
 
 def without(spans: Iterable[tuple[float, float]], holes: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Disjoint intervals in order that cover the seconds of `spans` outside `holes`."""
-    remaining = _union(spans)
-    for hole_start, hole_stop in _union(holes):
-        remaining = [
-            piece
-            for start, stop in remaining
-            for piece in ((start, min(stop, hole_start)), (max(start, hole_stop), stop))
-            if piece[0] < piece[1]
-        ]
-    return remaining
+    pieces: list[tuple[float, float]] = []
+    covered = _union(holes)
+    first = 0
+    for start, stop in _union(spans):
+        while first < len(covered) and covered[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(covered) and covered[index][0] < stop:
+            if start < covered[index][0]:
+                pieces.append((start, covered[index][0]))
+            start = max(start, covered[index][1])
+            index += 1
+        if start < stop:
+            pieces.append((start, stop))
+    return pieces
 
 
 def busy_s(spans: Iterable[tuple[float, float]]) -> float:

@@ -25,6 +25,8 @@ from fsdp_async.logprobs import token_log_probs
 from fsdp_async.modeling import ModelConfig
 from fsdp_async.tasks import Task, TaskConfig
 
+RECIPE = ("batch_size", "lr", "directory")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
@@ -41,20 +43,21 @@ class WarmStartConfig:
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.num_steps < 0 or self.batch_size < 1 or self.lr <= 0:
+        if self.num_steps < 0 or self.batch_size < 1 or not 0 < self.lr <= 1:
             raise ConfigError(
                 f"warm_start.num_steps={self.num_steps}, batch_size={self.batch_size}, lr={self.lr}: "
-                "need num_steps >= 0, batch_size >= 1, lr > 0"
+                "need num_steps >= 0, batch_size >= 1, 0 < lr <= 1 (Adam moves every weight by about lr a step)"
             )
         if self.path is not None:
-            self._refuse_recipe()
+            self._refuse("num_steps", *RECIPE, because=f"warm_start.path={self.path}, which is loaded as it is")
+        elif self.num_steps == 0:
+            self._refuse(*RECIPE, because="warm_start.num_steps=0, a start from random weights")
 
-    def _refuse_recipe(self) -> None:
-        for name in ("num_steps", "batch_size", "lr", "directory"):
+    def _refuse(self, *names: str, because: str) -> None:
+        for name in names:
             if getattr(self, name) != getattr(WarmStartConfig, name):
                 raise ConfigError(
-                    f"warm_start.{name}={getattr(self, name)} has no effect with warm_start.path={self.path}, which "
-                    "is loaded as it is; leave one out"
+                    f"warm_start.{name}={getattr(self, name)} has no effect with {because}; leave one out"
                 )
 
 
@@ -126,10 +129,7 @@ def _supervise(
     net.train()
     for step in range(config.num_steps):
         loss = _supervised_loss(net, pairs[step * config.batch_size : (step + 1) * config.batch_size])
-        if not torch.isfinite(loss):
-            raise NonFiniteError(
-                f"the warm start diverged at step {step}: loss {loss.item()}; lower warm_start.lr={config.lr}"
-            )
+        _refuse_divergence(loss, step, config)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -137,6 +137,16 @@ def _supervise(
         if on_step is not None:
             on_step(step, loss.item())
     net.zero_grad(set_to_none=True)
+    # The losses above are those before a step: the last one has not been looked at.
+    with torch.no_grad():
+        _refuse_divergence(_supervised_loss(net, pairs[: config.batch_size]), config.num_steps, config)
+
+
+def _refuse_divergence(loss: Tensor, step: int, config: WarmStartConfig) -> None:
+    if not torch.isfinite(loss):
+        raise NonFiniteError(
+            f"the warm start diverged at step {step}: loss {loss.item()}; lower warm_start.lr={config.lr}"
+        )
 
 
 def _supervised_loss(net: nn.Module, pairs: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Tensor:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from builders import random_batch
 
 from fsdp_async.canary import Canary
-from fsdp_async.errors import CanaryError
+from fsdp_async.errors import CanaryError, NonFiniteError
 
 
 def test_each_version_is_measured_once_on_its_own_tokens():
@@ -38,7 +40,14 @@ def test_a_single_token_without_a_log_prob_does_not_hide_the_others():
     assert Canary(0.5).check(batch, behaviour, engine="e") == {1: 0.25}
 
 
-def test_a_version_of_nothing_but_nan_fails():
+def test_weights_that_are_no_numbers_are_the_trainers_fault_not_the_engines():
     batch = random_batch(versions=(1,))
+    with pytest.raises(NonFiniteError, match=r"version 1: the trainer's own log-probs .*lower optim\.lr"):
+        Canary(0.5).check(batch, torch.full_like(batch.rollout_log_prob, torch.nan), engine="e")
+
+
+def test_an_engine_that_states_no_log_prob_at_all_fails():
+    batch = random_batch(versions=(1,))
+    batch = dataclasses.replace(batch, rollout_log_prob=torch.full_like(batch.rollout_log_prob, torch.nan))
     with pytest.raises(CanaryError, match="nan nats"):
-        Canary(0.5).check(batch, batch.rollout_log_prob * float("nan"), engine="e")
+        Canary(0.5).check(batch, torch.zeros_like(batch.rollout_log_prob), engine="e")

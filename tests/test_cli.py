@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from shared_memory import left, segments_of
+from shared_memory import blocks_of, named_segments
 
 from fsdp_async.cli import EPILOG, config_directory, main
 from fsdp_async.recorder import Recorder
@@ -78,16 +78,15 @@ def _end(process):
 
 def _holdings(process):
     """What must go with a run: its children and the shared memory that it has mapped."""
-    holdings = _children(process.pid), segments_of(process.pid)
-    assert holdings[0]
-    return holdings
+    children = _children(process.pid)
+    assert children
+    return children
 
 
 def _check_gone(holdings):
     """The engine is gone when its run is; the tracker of shared memory notices the end of the run."""
-    children, segments = holdings
     deadline = time.monotonic() + DEADLINE_S
-    while remaining := [pid for pid in children if os.path.exists(f"/proc/{pid}")] + left(segments):
+    while remaining := [pid for pid in holdings if blocks_of(pid) or os.path.exists(f"/proc/{pid}")]:
         assert time.monotonic() < deadline, f"{remaining} outlived the run"
         time.sleep(0.02)
 
@@ -179,7 +178,7 @@ def test_progress_is_for_terminals_only(is_terminal, tmp_path, capsys, monkeypat
         (["model.max_position_embeddings=4"], "exceed model.max_position_embeddings=4"),
         (["rollout.top_p=0.8"], "rollout.top_p=0.8"),
         (["model.dropout=0.1"], "model.dropout=0.1"),
-        (["~task.num_digits", "task.kind=jsonl", "task.path=nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["~task.num_digits", "task.kind=jsonl", "task.path=nowhere.jsonl"], "nowhere.jsonl: no regular file"),
         (["~warm_start.num_steps", "warm_start.path=nowhere.safetensors"], "nowhere.safetensors: no such file"),
         (["cache.max_bytes=1000"], "cache.max_bytes=1,000"),
         (["correction=bypass_ppo_clip", "+correction.combined={upper: 2}"], "clipped ratio is the only correction"),
@@ -229,7 +228,7 @@ def test_unusable_arguments_have_an_exit_code_of_their_own(arguments, capsys):
     assert "usage: fsdp-async" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["process", "group"])
 def test_a_signal_ends_a_run_after_the_step_in_hand_with_everything_whole(tmp_path, number, code, whole_group):
     process = _start(tmp_path, *ENDLESS)
@@ -319,6 +318,46 @@ def test_further_signals_do_not_keep_an_interrupted_warm_start_from_closing_its_
     assert not (tmp_path / "warm").exists()
 
 
+def test_an_interrupted_warm_start_leaves_a_summary_that_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(Terminal, "warm_start", lambda self, step, loss: signal.raise_signal(signal.SIGTERM))
+    assert main(["train", *QUICK, *_places(tmp_path), "rollout=thread"]) == 143
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["outcome"], summary["num_batches"]) == ("unfinished", 0)
+
+
+def test_a_group_that_is_killed_leaves_no_shared_memory(tmp_path):
+    before = named_segments()
+    process = _start(tmp_path, *ENDLESS)
+    _wait_for(lambda: "step" in _events(tmp_path / "run"), process, "first step")
+    holdings = _holdings(process)
+    os.killpg(process.pid, signal.SIGKILL)
+    _end(process)
+    _check_gone(holdings)
+    assert named_segments() <= before
+
+
+def test_text_that_the_terminal_cannot_show_is_shown_as_escapes(tmp_path):
+    command = [sys.executable, "-m", "fsdp_async", "plan", *QUICK, 'run.output_dir="\u00e9"']
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    command = [*command, "task.kind=jsonl", "~task.num_digits", 'task.path="\u00e9"']
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 1
+    assert r"task.path=\xe9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away_is_named_as_the_cause(tmp_path):
+    command = [sys.executable, "-m", "fsdp_async", "train", *QUICK, *_places(tmp_path), "rollout=thread"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert process.returncode == 1
+    assert "stdout was closed by its reader" in errors
+    assert "Traceback" not in errors
+
+
 def test_a_second_run_into_a_directory_in_use_is_refused_and_the_first_goes_on(tmp_path, capsys):
     first = _start(tmp_path, *ENDLESS)
     _wait_for(lambda: "step" in _events(tmp_path / "run"), first, "first step")
@@ -334,6 +373,7 @@ def test_a_second_run_into_a_directory_in_use_is_refused_and_the_first_goes_on(t
 
 def test_a_run_that_is_killed_before_its_first_step_leaves_the_old_results_in_place(tmp_path):
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
     (tmp_path / "run" / "summary.json").write_text('"old"')
     process = _start(tmp_path, "run.overwrite=true", "warm_start.num_steps=1000000")
     _wait_for(lambda: (tmp_path / ".run.new" / "run.json").exists() and _children(process.pid), process, "new run")

@@ -15,11 +15,21 @@ LEVELS = [
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
-    | {"tasks", "rewards", "sample_queue", "loggers", "run_dir", "buckets"},
-    {"modeling", "generation", "rollout", "rollout_hf", "engine_worker", "weight_sync", "warm_start", "evaluation"}
+    | {"tasks", "rewards", "ledger", "sample_queue", "loggers", "run_dir", "buckets", "shared_block"},
+    {
+        "modeling",
+        "generation",
+        "rollout",
+        "rollout_hf",
+        "engine_proxy",
+        "engine_worker",
+        "weight_sync",
+        "warm_start",
+        "evaluation",
+    }
     | {"behaviour", "mini_batch", "update_report", "learner", "canary", "factors"},
     {"trainer", "config", "plan", "summary", "recorder", "terminal", "run"},
-    {"cli"},
+    {"cli", "__main__"},
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}
 

@@ -26,6 +26,7 @@ STEP = BASE | {
 def test_old_results_stay_until_the_first_step_and_the_summary_follows_from_the_events(tmp_path):
     target = tmp_path / "run"
     target.mkdir()
+    (target / "run.json").write_text("{}")
     (target / "summary.json").write_text('"old"')
     with (
         RunDirectory(target, overwrite=True) as directory,

@@ -14,6 +14,11 @@ from fsdp_async.errors import OutputError, RunDirectoryError
 from fsdp_async.run_dir import RunDirectory, run_record
 
 
+def _old_run(target):
+    (target / "run.json").write_text("{}")
+    (target / "summary.json").write_text("old")
+
+
 def _names(path):
     return sorted(os.listdir(path))
 
@@ -54,7 +59,7 @@ def test_results_of_another_run_are_refused_with_the_remedy(tmp_path):
 def test_old_results_move_aside_only_when_the_new_run_has_taken_a_step(tmp_path):
     target = tmp_path / "run"
     target.mkdir()
-    (target / "summary.json").write_text("old")
+    _old_run(target)
     with RunDirectory(target, overwrite=True) as directory:
         (directory.path / "summary.json").write_text("new")
         assert (target / "summary.json").read_text() == "old"
@@ -71,7 +76,7 @@ def test_old_results_move_aside_only_when_the_new_run_has_taken_a_step(tmp_path)
 def test_a_run_that_fails_before_its_first_step_leaves_the_old_results_alone(tmp_path):
     target = tmp_path / "run"
     target.mkdir()
-    (target / "summary.json").write_text("old")
+    _old_run(target)
 
     def fail():
         with RunDirectory(target, overwrite=True) as directory:
@@ -98,7 +103,7 @@ def test_one_directory_has_one_lock_whatever_name_leads_to_it(tmp_path):
 def test_results_that_cannot_be_replaced_stay_where_they_are(tmp_path):
     target = tmp_path / "run"
     target.mkdir()
-    (target / "summary.json").write_text("old")
+    _old_run(target)
     with RunDirectory(target, overwrite=True) as directory:
         directory.path.rmdir()
         with pytest.raises(OutputError, match="what was there before is untouched"):
@@ -115,13 +120,37 @@ def test_every_start_cleans_what_a_killed_run_left_beside_its_place(tmp_path, co
     if content != "none":
         target.mkdir()
     if content == "results":
-        (target / "summary.json").write_text("old")
+        _old_run(target)
         with pytest.raises(RunDirectoryError, match="not empty"), RunDirectory(target, overwrite=False):
             pass
     else:
         with RunDirectory(target, overwrite=False):
             pass
     assert _names(tmp_path) == ["run"]
+
+
+def test_only_the_directory_of_a_run_is_moved_aside(tmp_path, monkeypatch):
+    (tmp_path / "precious").write_text("x")
+    with pytest.raises(RunDirectoryError, match=r"holds no run .no run\.json."), RunDirectory(tmp_path, overwrite=True):
+        pass
+    _old_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunDirectoryError, match="the current directory"), RunDirectory(tmp_path, overwrite=True):
+        pass
+    assert _names(tmp_path) == ["precious", "run.json", "summary.json"]
+
+
+def test_a_directory_in_which_another_run_lives_is_not_moved_from_under_it(tmp_path):
+    outer = tmp_path / "outer"
+    with RunDirectory(outer / "deep" / "inner", overwrite=False) as living:
+        _old_run(outer)
+        expected = rf"holds a living run .process {os.getpid()}"
+        with pytest.raises(RunDirectoryError, match=expected), RunDirectory(outer, overwrite=True):
+            pass
+        assert living.path.is_dir()
+    with RunDirectory(outer, overwrite=True) as directory:
+        directory.promote()
+    assert _names(outer) == []
 
 
 def test_the_root_of_a_file_system_is_refused():
@@ -143,7 +172,7 @@ with RunDirectory(Path(sys.argv[1]), overwrite=True) as directory:
 def test_what_a_killed_run_held_is_free_and_its_leavings_are_cleaned(tmp_path):
     target = tmp_path / "run"
     target.mkdir()
-    (target / "summary.json").write_text("old")
+    _old_run(target)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(target)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

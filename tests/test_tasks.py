@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import islice
 
@@ -84,6 +85,8 @@ def test_a_jsonl_task_asks_what_its_lines_say(tmp_path):
         ("{", "line 2: not JSON"),
         ('{"prompt": "1"}', "line 2: need exactly the keys prompt and answer"),
         ('{"prompt": "1", "answer": 2}', "line 2: answer=2 must be a non-empty string"),
+        ('{"prompt": "1", "answer": "2", "answer": "3"}', "line 2: not JSON .a key comes twice"),
+        ("[" * 100_000, "line 2: not JSON"),
         ('{"prompt": "", "answer": "2"}', "line 2: prompt='' must be"),
         ('{"prompt": "A", "answer": "2"}', r"line 2: prompt has characters \['A'\]"),
         ('{"prompt": "\u2028", "answer": "2"}', r"line 2: prompt has characters \['\\u2028'\]"),
@@ -113,6 +116,9 @@ def test_a_question_may_not_be_trained_on_and_evaluated(tmp_path):
     one, two = '{"prompt": "1", "answer": "1"}', '{"prompt": "2", "answer": "2"}'
     with pytest.raises(InputError, match="jsonl/1 and jsonl/3 ask the same, '1'"):
         build_task(_jsonl(tmp_path, one, two, one), seed=0)
+    other = '{"prompt": "2", "answer": "1"}'
+    with pytest.raises(InputError, match=r"jsonl/2 and jsonl/3 are for evaluation, .* want different answers"):
+        build_task(dataclasses.replace(_jsonl(tmp_path, one, two, other), eval_items=2), seed=0)
     # Twice in training is a weight.
     task = build_task(_jsonl(tmp_path, one, one, two), seed=0)
     assert {p.prompt_id for p in islice(task.prompts(), 2)} == {"jsonl/1", "jsonl/2"}
@@ -126,7 +132,7 @@ def test_a_file_with_nothing_left_to_train_on_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "jsonl", "path": "no/such.jsonl"}, "task.path=no/such.jsonl: no such file"),
+        ({"kind": "jsonl", "path": "no/such.jsonl"}, "task.path=no/such.jsonl: no regular file"),
         ({"kind": "jsonl"}, "needs task.path"),
         ({"path": "x.jsonl"}, "no effect with task.kind=sort_digits"),
         ({"max_prompt_tokens": 4}, "prompts of 5 tokens, above task.max_prompt_tokens=4"),

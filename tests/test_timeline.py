@@ -37,3 +37,13 @@ def test_holes_are_taken_out_of_spans():
     assert without(spans, []) == [(0.0, 6.0), (8.0, 9.0)]
     assert without(spans, [(1.0, 2.0), (5.0, 8.5)]) == [(0.0, 1.0), (2.0, 5.0), (8.5, 9.0)]
     assert without(spans, [(-1.0, 10.0)]) == []
+
+
+def test_a_long_run_is_summed_up_in_the_time_of_one_sweep():
+    # Every operation below would be 4e10 of them if each span were compared with each hole.
+    num = 200_000
+    spans = [(float(i), i + 0.5) for i in range(num)]
+    holes = [(i + 0.25, i + 0.75) for i in range(num)]
+    pieces = without(spans, holes)
+    assert len(pieces) == num
+    assert busy_s(pieces) == pytest.approx(num / 4)

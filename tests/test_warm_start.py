@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_an_edited_task_file_is_another_recipe(tmp_path):
 
 
 def test_no_steps_and_no_path_leave_the_random_weights(tmp_path):
-    config, net = _config(tmp_path, num_steps=0), _net()
+    config, net = WarmStartConfig(num_steps=0), _net()
     assert _path(config) is None
     load_or_make(net, TASK, config, None, seed=0)
     assert _same(net, _net())
@@ -104,6 +105,29 @@ def test_a_start_that_diverges_writes_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "warm").exists()
 
 
+def test_a_start_that_diverges_in_its_last_step_writes_nothing(tmp_path, monkeypatch):
+    class Diverging(warm_start.AdamW):
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(torch.inf)
+
+    monkeypatch.setattr(warm_start, "AdamW", Diverging)
+    config = _config(tmp_path, num_steps=1)
+    with pytest.raises(NonFiniteError, match=r"diverged at step 1: loss nan; lower warm_start\.lr=0\.001"):
+        load_or_make(_net(), TASK, config, _path(config), seed=0)
+    assert not (tmp_path / "warm").exists()
+
+
+def test_others_may_read_a_start_that_was_made(tmp_path):
+    config = _config(tmp_path, num_steps=1)
+    before = os.umask(0o027)
+    try:
+        load_or_make(_net(), TASK, config, _path(config), seed=0)
+    finally:
+        os.umask(before)
+    assert _path(config).stat().st_mode & 0o777 == 0o640
+
+
 def test_a_disk_that_is_full_leaves_no_half_written_file(tmp_path, monkeypatch):
     config = _config(tmp_path, num_steps=1)
 
@@ -118,7 +142,7 @@ def test_a_disk_that_is_full_leaves_no_half_written_file(tmp_path, monkeypatch):
     assert list((tmp_path / "warm").iterdir()) == []
 
 
-@pytest.mark.parametrize("change", [{"num_steps": -1}, {"batch_size": 0}, {"lr": 0.0}])
+@pytest.mark.parametrize("change", [{"num_steps": -1}, {"batch_size": 0}, {"lr": 0.0}, {"lr": float("inf")}])
 def test_settings_that_cannot_be_are_refused(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         WarmStartConfig(**change)
