@@ -38,7 +38,8 @@ from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
 from fsdp_async.run import run_training
 from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.state_cache import CacheConfig, StateCache
-from fsdp_async.trainer import AsyncTrainer, TrainerConfig, TrainerParts
+from fsdp_async.trainer import AsyncTrainer, TrainerParts
+from fsdp_async.trainer_config import TrainerConfig
 from fsdp_async.types import Prompt, Response, ResponseGroup, TrainBatch, VersionSpan
 from fsdp_async.weight_sync import InProcessPublisher, SharedMemoryPublisher, WeightPublisher
 

@@ -42,6 +42,28 @@ def collate(groups: Sequence[ResponseGroup], *, pad_token_id: int) -> TrainBatch
     )
 
 
+def shard_rows(batch: TrainBatch, num_ranks: int) -> list[Tensor]:
+    """Deal whole groups to ranks; row indices (int64, ascending) of each.
+
+    Of every `num_ranks` consecutive groups each rank gets one, the longest going to the rank with the fewest tokens so
+    far: tokens are balanced, and every mini-batch of consecutive groups is spread over all ranks.
+    """
+    tokens = batch.attention_mask.sum(dim=1)
+    groups = sorted(set(batch.group_ids.tolist()))
+    size = {group: int(tokens[batch.group_ids == group].sum()) for group in groups}
+    load = [0] * num_ranks
+    owner: dict[int, int] = {}
+    for start in range(0, len(groups), num_ranks):
+        free = set(range(num_ranks))
+        for group in sorted(groups[start : start + num_ranks], key=lambda g: (-size[g], g)):
+            rank = min(free, key=lambda r: (load[r], r))
+            free.remove(rank)
+            owner[group] = rank
+            load[rank] += size[group]
+    owners = torch.tensor([owner[group] for group in batch.group_ids.tolist()])
+    return [(owners == rank).nonzero().squeeze(1) for rank in range(num_ranks)]
+
+
 def position_ids(attention_mask: Tensor) -> Tensor:
     """Positions [B,S] that count real tokens from 0; padding before the first token stays at 0."""
     return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)

@@ -102,11 +102,20 @@ def dummy_row(batch: TrainBatch) -> TrainBatch:
 
 def agreed_max(value: int, group: ProcessGroup | None) -> int:
     """The largest `value` among the ranks of `group`; collective, except when `group` is None."""
+    return max(_of_all_ranks(value, group))
+
+
+def agreed_sum(value: int, group: ProcessGroup | None) -> int:
+    """The sum of the ranks' `value`s; collective, except when `group` is None."""
+    return sum(_of_all_ranks(value, group))
+
+
+def _of_all_ranks(value: int, group: ProcessGroup | None) -> list[int]:
     if group is None:
-        return value
+        return [value]
     gathered: list[int] = [0] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
-    return max(gathered)
+    return gathered
 
 
 def _rows_of(batch: TrainBatch, version: int) -> Tensor:

@@ -7,8 +7,10 @@ under the weights published as that version. Rewards stay plausible when a publi
 from __future__ import annotations
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_async.errors import CanaryError, NonFiniteError
+from fsdp_async.metrics import Mean, Statistics, Total
 from fsdp_async.types import TrainBatch
 
 
@@ -23,41 +25,64 @@ class Canary:
         """Versions of `batch`, ascending, whose responses have not been checked yet."""
         return [version for version in batch.sampled_versions if version not in self._seen]
 
-    def check(self, batch: TrainBatch, behaviour_log_prob: Tensor, *, engine: str) -> dict[int, float]:
-        """Compare the first responses of each unseen version.
+    def forget(self) -> None:
+        """Check every version again, because an engine was started anew."""
+        self._seen.clear()
+
+    def check(
+        self,
+        batch: TrainBatch,
+        behaviour_log_prob: Tensor,
+        *,
+        engine: str,
+        process_group: ProcessGroup | None = None,
+    ) -> dict[int, float]:
+        """Compare the first responses of each unseen version. Collective over `process_group`.
 
         Args:
-            batch: rows that hold all first responses of their versions.
+            batch: rows that hold (on all ranks together) all first responses of their versions.
             behaviour_log_prob: [B,T] pi_b, right at least where an unseen version sampled.
             engine: name for the error.
+            process_group: ranks that hold rows of one batch.
 
         Returns:
             Version -> mean |log pi_b - log mu| in nats over its tokens, for versions checked now.
 
         Raises:
-            CanaryError: a gap is above the bound or not a number.
-            NonFiniteError: the trainer's log-probs are not numbers.
+            CanaryError: a gap is above the bound or not a number; on every rank.
+            NonFiniteError: the trainer's log-probs are not numbers; on every rank.
         """
-        gaps = {}
+        # A gap ignores tokens whose log-prob the engine could not state: they are the correction's business
+        # (`nonfinite`). A version of nothing else has no mean: NaN, which is above every bound.
+        found: dict[str, Mean | Total] = {}
         for version in self.unseen(batch):
             where = batch.versions == version
-            difference = (behaviour_log_prob - batch.rollout_log_prob)[where].double()
-            # Tokens whose log-prob the engine could not state are the correction's business (`nonfinite`); a version
-            # of nothing else gives NaN here, which is above every bound.
-            gap = float(difference[difference.isfinite()].abs().mean())
-            if bool(behaviour_log_prob[where].isnan().all()):
-                raise NonFiniteError(
-                    f"version {version}: the trainer's own log-probs are not numbers, so its weights are not either; "
-                    "lower optim.lr, or start from other weights. Nothing of it was trained on"
-                )
-            if not gap <= self.bound_nats:
-                raise CanaryError(
-                    f"version {version}, {engine}: the engine's log-probs are {gap:.4g} nats from the trainer's "
-                    f"forward under the same version (bound {self.bound_nats:.4g}); the engine holds other weights "
-                    "than those published, or computes another function. Nothing of it was trained on. Look at the "
-                    "publication (names, shards, dtype) first; if engine and trainer differ by design, raise "
-                    "trainer.canary_bound_nats"
-                )
-            gaps[version] = gap
+            difference = (behaviour_log_prob - batch.rollout_log_prob).double().abs()
+            found[f"gap/{version}"] = Mean.of(difference, where & difference.isfinite())
+            found[f"numbers/{version}"] = Total(int((where & ~behaviour_log_prob.isnan()).sum()))
+        found_anywhere = Statistics(found).all_reduce(process_group).entries
+        versions = sorted(int(name.removeprefix("gap/")) for name in found_anywhere if name.startswith("gap/"))
+        gaps = {}
+        for version in versions:
+            gap, numbers = found_anywhere[f"gap/{version}"], found_anywhere[f"numbers/{version}"]
+            assert isinstance(gap, Mean)
+            assert isinstance(numbers, Total)
+            self._judge(version, gap.value, numbers.value, engine)
+            gaps[version] = gap.value
         self._seen.update(gaps)
         return gaps
+
+    def _judge(self, version: int, gap: float, num_numbers: float, engine: str) -> None:
+        if not num_numbers:
+            raise NonFiniteError(
+                f"version {version}: the trainer's own log-probs are not numbers, so its weights are not either; "
+                "lower optim.lr, or start from other weights. Nothing of it was trained on"
+            )
+        if not gap <= self.bound_nats:
+            raise CanaryError(
+                f"version {version}, {engine}: the engine's log-probs are {gap:.4g} nats from the trainer's "
+                f"forward under the same version (bound {self.bound_nats:.4g}); the engine holds other weights "
+                "than those published, or computes another function. Nothing of it was trained on. Look at the "
+                "publication (names, shards, dtype) first; if engine and trainer differ by design, raise "
+                "trainer.canary_bound_nats"
+            )

@@ -158,12 +158,14 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class _Signals:
-    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step in hand, the second at once. Old handlers return.
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step in hand and a checkpoint, the second at once.
 
+    So does a step or checkpoint in hand that takes longer than `stop_timeout_s`. Old handlers come back at the end.
     Once the run is ending, signals change nothing: what is left takes bounded time, and files would be left unwritten.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stop_timeout_s: float) -> None:
+        self._stop_timeout_s = stop_timeout_s
         self.received: int | None = None
         self._trainer: AsyncTrainer | None = None
         self._is_ending = False
@@ -174,9 +176,11 @@ class _Signals:
             # Whoever started us under nohup wants us to outlive the terminal.
             if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
                 self._before[number] = signal.signal(number, self._handle)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._abandon)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -197,6 +201,13 @@ class _Signals:
             self._is_ending = True
             raise KeyboardInterrupt
         self._trainer.request_stop()
+        signal.setitimer(signal.ITIMER_REAL, self._stop_timeout_s)
+
+    def _abandon(self, number: int, frame: FrameType | None) -> None:
+        """The step in hand took too long."""
+        if not self._is_ending:
+            self._is_ending = True
+            raise KeyboardInterrupt
 
 
 class _View(Terminal):
@@ -217,7 +228,7 @@ class _View(Terminal):
 
 def _train(config: Config) -> int:
     with (
-        _Signals() as signals,
+        _Signals(config.run.stop_timeout_s) as signals,
         _View(config.trainer.num_batches, signals) as view,
         contextlib.suppress(KeyboardInterrupt),
     ):

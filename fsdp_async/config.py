@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from fsdp_async.advantages import AdvantageConfig
 from fsdp_async.batching import rows_per_micro_batch
+from fsdp_async.checkpoint import CheckpointConfig
 from fsdp_async.errors import ConfigError
 from fsdp_async.is_correction import CorrectionConfig
 from fsdp_async.loggers import LoggingConfig
@@ -29,7 +30,7 @@ from fsdp_async.rollout import RolloutConfig
 from fsdp_async.sample_queue import QueueConfig
 from fsdp_async.state_cache import CacheConfig
 from fsdp_async.tasks import TaskConfig
-from fsdp_async.trainer import TrainerConfig
+from fsdp_async.trainer_config import TrainerConfig
 from fsdp_async.warm_start import WarmStartConfig
 
 MAX_THREADS = 512
@@ -40,12 +41,17 @@ MAX_INTEGER = 1 << 62
 class RunConfig:
     """Where a run writes, its seed, and the trainer's CPU threads (the engine's child process has one).
 
-    `record_batches` keeps every batch's tensors for later analysis. Another number of threads sums in another order:
-    results of one seed are repeated with one number of threads only.
+    `resume` goes on from a checkpoint: `auto` takes the newest whole one of `output_dir` and starts anew where there is
+    none; a path names a checkpoint, or a run whose newest one is taken. After a stop signal the step in hand and
+    the last checkpoint may take `stop_timeout_s` before they are abandoned. `record_batches` keeps every
+    batch's tensors for later analysis. Another number of threads sums in another order: results of one seed are
+    repeated with one number of threads only.
     """
 
     output_dir: str = "outputs/run"
     overwrite: bool = False
+    resume: str | None = None
+    stop_timeout_s: float = 30.0
     seed: int = 0
     num_threads: int = 1
     record_batches: bool = False
@@ -55,6 +61,14 @@ class RunConfig:
             raise ConfigError(f"run.num_threads={self.num_threads}: must be in 1..{MAX_THREADS}")
         if not 0 <= self.seed < 1 << 63:
             raise ConfigError(f"run.seed={self.seed}: must be in 0..2**63 - 1")
+        if not 0 < self.stop_timeout_s < math.inf:
+            raise ConfigError(f"run.stop_timeout_s={self.stop_timeout_s}: must be above 0 and finite")
+        if self.resume is not None and self.overwrite:
+            raise ConfigError(
+                "run.overwrite=true with run.resume: nothing is moved aside, since the run goes on; choose one"
+            )
+        if self.resume == "":
+            raise ConfigError("run.resume is empty; give auto, a checkpoint or a run's directory, or leave it out")
         if not self.output_dir:
             raise ConfigError("run.output_dir is empty; name a directory")
 
@@ -76,6 +90,7 @@ class Config:
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     advantages: AdvantageConfig = field(default_factory=AdvantageConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property

@@ -44,6 +44,10 @@ class RankDisagreementError(FsdpAsyncError, RuntimeError):
     """Ranks asked for different states, or a rank did not arrive in time."""
 
 
+class RankFailedError(FsdpAsyncError, RuntimeError):
+    """Another rank failed, and the run ends on this one, too."""
+
+
 class UnsupportedModelError(FsdpAsyncError, TypeError):
     """A model, layout or dtype that the package does not handle."""
 
@@ -74,6 +78,10 @@ class QueueClosedError(FsdpAsyncError, RuntimeError):
 
 class RunDirectoryError(FsdpAsyncError, FileExistsError):
     """An output directory that is in use or holds another run."""
+
+
+class CheckpointError(FsdpAsyncError, ValueError):
+    """A checkpoint that is torn, or does not fit the run that should go on from it."""
 
 
 class OutputError(FsdpAsyncError, OSError):

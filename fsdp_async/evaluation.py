@@ -12,23 +12,41 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_async.generation import generate
+from fsdp_async.lead import Lead
 from fsdp_async.rewards import Reward
 from fsdp_async.rollout import SamplingParams
 from fsdp_async.types import Prompt
 
 
 def sampled_accuracy(
-    model: nn.Module, prompts: Sequence[Prompt], reward: Reward, sampling: SamplingParams, *, seed: int
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    lead: Lead | None = None,
 ) -> float:
     """Mean reward of one sampled response to each of `prompts`, in [0, 1] for a reward in [0, 1].
 
-    The model is put into eval mode for the duration; the global RNG is not used.
+    The model is put into eval mode for the duration; the global RNG is not used. With `lead` the prompts are shared out
+    among its ranks (collective), and each gets the mean of all.
     """
+    lead = lead or Lead()
+    share = prompts[lead.rank :: lead.num_ranks]
     was_training = model.training
     model.eval()
     try:
-        groups = generate(model, prompts, replace(sampling, num_samples=1), version=0, seed=seed)
+        groups = generate(
+            model,
+            share or prompts[:1],  # a rank without prompts takes part in the forwards of the others
+            replace(sampling, num_samples=1),
+            version=0,
+            seed=seed,
+            is_over=lambda is_done: all(lead.gather(is_done)),
+        )
     finally:
         model.train(was_training)
-    scores = [reward.score(group.prompt, response) for group in groups for response in group.responses]
-    return sum(scores) / len(scores)
+    scores = [reward.score(g.prompt, response) for g in groups[: len(share)] for response in g.responses]
+    totals = lead.gather((sum(scores), len(scores)))
+    return sum(total for total, _ in totals) / sum(count for _, count in totals)

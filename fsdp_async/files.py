@@ -34,6 +34,15 @@ def write_json(path: Path, value: Any) -> None:
     _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file of `data`.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    _replace(path, lambda temporary: temporary.write_bytes(data))
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file of `tensors` (CPU; names that share memory are each written whole).
 

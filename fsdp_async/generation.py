@@ -39,6 +39,7 @@ def generate(
     version: int,
     seed: int,
     on_step: Callable[[], None] | None = None,
+    is_over: Callable[[bool], bool] = bool,
 ) -> list[ResponseGroup]:
     """Answer every prompt `params.num_samples` times, without interruption.
 
@@ -49,13 +50,14 @@ def generate(
         version: what the tokens are labelled with, as behaviour and as submitted version.
         seed: with the prompt's identity, seeds the draws of its responses.
         on_step: called before every forward; may raise to give up.
+        is_over: told whether every response has ended, says whether to stop; ranks of one sharded model agree by it.
 
     Returns:
         One group a prompt, in order. A sampled EOS is part of the response and under the mask; `finish_reason` is
         "length" for a response that reached `max_response_tokens` without it.
     """
     generation = Generation(model, prompts, params, seed=seed)
-    while not generation.is_done:
+    while not is_over(generation.is_done):
         if on_step is not None:
             on_step()
         generation.step(version)
@@ -131,7 +133,10 @@ class Generation:
         self._input = None
 
     def step(self, version: int) -> None:
-        """Draw one more token of every response that has not ended, and label it with `version`."""
+        """Draw one more token of every response that has not ended, and label it with `version`.
+
+        Where all have ended it is one more forward, for ranks that must take part in it.
+        """
         with torch.no_grad():
             logits = self._prefill() if self._input is None else self._forward(*self._input)
             lengths = torch.tensor([min(len(self._rows[i].tokens), self._uniforms.shape[1] - 1) for i in self._active])

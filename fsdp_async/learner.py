@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fsdp_async.advantages import AdvantageConfig, compute_advantages
 from fsdp_async.batching import micro_batches
-from fsdp_async.behaviour import agreed_max, behaviour_log_probs, dummy_row, forward_rows, log_probs_at
+from fsdp_async.behaviour import agreed_max, agreed_sum, behaviour_log_probs, dummy_row, forward_rows, log_probs_at
 from fsdp_async.is_correction import Correction, CorrectionConfig, compute_correction
 from fsdp_async.losses import LossConfig
 from fsdp_async.metrics import Statistics
@@ -57,7 +57,8 @@ class Objective:
 class PreparedBatch:
     """A batch with everything that is fixed before its first mini-batch. Tensors [B,T] unless said.
 
-    `behaviour_log_prob` is None with anchor `bypass`; `advantages` is [B]; `trained_rows` holds row indices.
+    `behaviour_log_prob` is None with anchor `bypass`; `advantages` is [B]; `trained_rows` holds row indices;
+    `num_zero_variance_groups` counts those of all ranks.
     """
 
     batch: TrainBatch
@@ -131,6 +132,7 @@ class Learner:
         varied = varied_groups(batch.rewards, advantages, batch.group_ids)
         trained = varied if self.objective.skip_zero_variance else torch.ones_like(varied)
         num_groups = len(set(batch.group_ids.tolist()))
+        num_varied = len(set(batch.group_ids[varied].tolist()))
         return PreparedBatch(
             batch=batch,
             behaviour_log_prob=behaviour_log_prob,
@@ -138,7 +140,7 @@ class Learner:
             correction=replace(correction, statistics=correction.statistics.all_reduce(self.process_group)),
             advantages=advantages,
             trained_rows=trained.nonzero().squeeze(1),
-            num_zero_variance_groups=num_groups - len(set(batch.group_ids[varied].tolist())),
+            num_zero_variance_groups=agreed_sum(num_groups - num_varied, self.process_group),
         )
 
     def update(self, prepared: PreparedBatch) -> UpdateReport:
@@ -153,7 +155,8 @@ class Learner:
         )
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.model.train()
-        for rows in split_rows(prepared.batch.group_ids[prepared.trained_rows], self.objective.mini_batches):
+        trained_groups = prepared.batch.group_ids[prepared.trained_rows]
+        for rows in split_rows(trained_groups, self.objective.mini_batches, self.process_group):
             selected = prepared.trained_rows[rows]
             mini_batch = self._mini_batch(prepared, selected)
             has_rows, has_kept_tokens, has_advantages = (

@@ -18,7 +18,7 @@ from typing import Any, Protocol, Self
 from torch.utils.tensorboard import SummaryWriter
 
 from fsdp_async.errors import InputError, OutputError
-from fsdp_async.files import REMEDY
+from fsdp_async.files import REMEDY, write_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,9 @@ class TensorBoardLogger:
     TensorBoard opens its file by name at every flush, so scalars wait until the directory has its final name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, resumed_from: int | None = None) -> None:
+        # What was logged of later steps is hidden: they are taken again.
+        self._purge_step = None if resumed_from is None else resumed_from + 1
         self._writer: SummaryWriter | None = None
         self._waiting: list[tuple[str, float, int]] = []
 
@@ -105,7 +107,7 @@ class TensorBoardLogger:
         """
         if self._writer is None:
             with self._named(directory / "tensorboard"):
-                self._writer = SummaryWriter(str(directory / "tensorboard"))
+                self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=self._purge_step)
         self._write_waiting(self._writer)
 
     def close(self) -> None:
@@ -136,12 +138,15 @@ class TensorBoardLogger:
 
 
 class Loggers:
-    """All configured loggers as one; a context manager that closes them."""
+    """All configured loggers as one; a context manager that closes them.
 
-    def __init__(self, config: LoggingConfig, directory: Path) -> None:
+    `resumed_from` is the step that a resumed run goes on from.
+    """
+
+    def __init__(self, config: LoggingConfig, directory: Path, *, resumed_from: int | None = None) -> None:
         self._loggers: list[Logger] = [JsonlLogger(directory / "metrics.jsonl")]
         if config.tensorboard:
-            self._loggers.append(TensorBoardLogger())
+            self._loggers.append(TensorBoardLogger(resumed_from=resumed_from))
 
     def log(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Hand one event to every logger.
@@ -167,6 +172,26 @@ class Loggers:
         with contextlib.ExitStack() as stack:
             for logger in self._loggers:
                 stack.callback(logger.close)
+
+
+def rewind_jsonl(path: Path, num_lines: int) -> list[dict[str, Any]]:
+    """Cut a file back to its first `num_lines` and return them; the rest goes to `NAME.discarded.jsonl`.
+
+    Raises:
+        InputError: there are fewer whole lines.
+        OutputError: a file could not be written; the old one is as it was.
+    """
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if len(lines) < num_lines:
+        raise InputError(f"{path} has {len(lines)} lines, {num_lines} were there when the checkpoint was made")
+    if len(lines) > num_lines:
+        try:
+            with path.with_suffix(".discarded.jsonl").open("ab") as discarded:
+                discarded.writelines(lines[num_lines:])
+        except OSError as error:
+            raise OutputError(error.errno, f"{path}: {error.strerror}; {REMEDY}") from error
+        write_bytes(path, b"".join(lines[:num_lines]))
+    return read_jsonl(path) if num_lines else []
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

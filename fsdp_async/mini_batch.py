@@ -80,12 +80,18 @@ class MiniBatch:
         )
 
 
-def split_rows(group_ids: Tensor, num_mini_batches: int) -> list[Tensor]:
+def split_rows(group_ids: Tensor, num_mini_batches: int, group: ProcessGroup | None = None) -> list[Tensor]:
     """Deal whole groups, in order and as evenly as possible, into `num_mini_batches` sets of row indices.
 
-    Sets are empty where there are fewer groups: every rank takes as many steps, however many groups it holds.
+    The groups of all ranks of `group` are dealt together (collective), so that a mini-batch holds the same groups
+    however many ranks share them. Sets may be empty: every rank takes as many steps, however many groups it holds.
     """
-    groups = torch.tensor(sorted(set(group_ids.tolist())), dtype=group_ids.dtype)
+    mine = set(group_ids.tolist())
+    held = [mine]
+    if group is not None:
+        held = [set()] * dist.get_world_size(group)
+        dist.all_gather_object(held, mine, group=group)
+    groups = torch.tensor(sorted(set().union(*held)), dtype=group_ids.dtype)
     return [torch.isin(group_ids, share).nonzero().squeeze(1) for share in groups.tensor_split(num_mini_batches)]
 
 

@@ -130,9 +130,12 @@ def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForC
 
 
 def ensure_process_group() -> bool:
-    """Start a gloo group of this process alone where none exists; True if this call started it."""
+    """Start a gloo group where none exists, of torchrun's ranks or of this process alone; True if this call did."""
     if dist.is_initialized():
         return False
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        return True
     # Documented, but missing from the module's list of exports.
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -154,8 +157,10 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     return AdamW(trainable, lr=config.lr, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
 
 
-def build_schedule(optimizer: Optimizer, config: OptimConfig, *, total_steps: int) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, config: OptimConfig, *, total_steps: int, steps_taken: int = 0) -> LambdaLR:
     """Linear warm-up, then constant, linear or cosine decay to 0 after `total_steps` optimizer steps.
+
+    `steps_taken` is where a resumed run stands.
 
     Raises:
         ConfigError: no steps to schedule, or a warm-up that never ends.
@@ -170,7 +175,10 @@ def build_schedule(optimizer: Optimizer, config: OptimConfig, *, total_steps: in
             return 1.0 - progress
         return 0.5 * (1.0 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1.0
 
-    return LambdaLR(optimizer, factor)
+    if steps_taken:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = config.lr
+    return LambdaLR(optimizer, factor, last_epoch=steps_taken - 1)
 
 
 def response_log_prob(model: nn.Module, batch: TrainBatch) -> Tensor:

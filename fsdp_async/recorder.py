@@ -6,7 +6,7 @@ that the summary is computed from. Files that matter are whole or absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,24 @@ from fsdp_async.loggers import Loggers
 from fsdp_async.run_dir import RunDirectory
 from fsdp_async.summary import summarize
 
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+
 
 class Recorder:
     """Observer of one run; promotes its directory once the first step has been taken."""
 
-    def __init__(self, directory: RunDirectory, loggers: Loggers) -> None:
+    def __init__(self, directory: RunDirectory, loggers: Loggers, *, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
         self._directory = directory
         self._loggers = loggers
-        self._events: list[Mapping[str, Any]] = []
+        self._events: list[Mapping[str, Any]] = list(earlier)
+        if self._events:
+            loggers.settle(directory.path)
+
+    @property
+    def num_events(self) -> int:
+        """Lines of `metrics.jsonl`."""
+        return len(self._events)
 
     @property
     def directory(self) -> Path:
@@ -46,5 +56,5 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """Write and return the summary of what happened so far."""
         summary = summarize(self._events)
-        write_json(self._directory.path / "summary.json", summary)
+        write_json(self._directory.path / SUMMARY, summary)
         return summary

@@ -187,14 +187,29 @@ class _PipeChannel:
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Hold back Ctrl-C while a child starts; it inherits this, and would print a traceback until it can ignore it."""
+    """Hold back stop signals while a child starts: it would be left half started, and print a traceback.
+
+    The child inherits that Ctrl-C is blocked, until it can ignore it.
+    """
     # Started with the first child otherwise, and lets signals through again when it has been.
     resource_tracker.ensure_running()
+    held: list[int] = []
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        # What this thread blocks may be given to another one, and Python's handler then runs here all the same.
+        for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(handler := signal.getsignal(stop)):
+                handlers[stop] = handler
+                signal.signal(stop, lambda number, frame: held.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
 
 
 def _child_main(spec: WorkerSpec, connection: Connection) -> None:

@@ -26,17 +26,18 @@ LIBRARIES = ("fsdp-async", "torch", "transformers", "safetensors", "hydra-core",
 
 
 class RunDirectory:
-    """A context manager that holds the lock of `target`.
+    """A context manager that holds the lock of `target`; with `resume` what is there stays and is gone on with.
 
     Raises:
         RunDirectoryError: in use by a living run, or not empty without `overwrite`, or no directory.
         OutputError: the place cannot be written.
     """
 
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
+    def __init__(self, target: Path, *, overwrite: bool, resume: bool = False) -> None:
         # Resolved, so that one directory has one lock whatever name leads to it.
         self._target = target.resolve()
         self._overwrite = overwrite
+        self._resume = resume
         self._lock: IO[str] | None = None
         self._staging: Path | None = None
 
@@ -98,6 +99,8 @@ class RunDirectory:
             raise RunDirectoryError(f"run.output_dir={self._target} is a file; choose another name")
         if not self._target.exists() or not any(self._target.iterdir()):
             self._target.mkdir(exist_ok=True)
+            return
+        if self._resume:
             return
         if not self._overwrite:
             raise RunDirectoryError(
@@ -186,7 +189,7 @@ def _put_in_place(new: Path, target: Path, *, aside: str) -> None:
 def run_record(config: Mapping[str, Any], *, seeds: Mapping[str, int], plan_lines: Sequence[str]) -> dict[str, Any]:
     """What was run, by which code, on what: config, commit, library versions, seeds, effective plan."""
     return {
-        "config": _strict(config),
+        "config": strict(config),
         "seeds": dict(seeds),
         "plan": list(plan_lines),
         "commit": _commit(Path(__file__)),
@@ -197,12 +200,12 @@ def run_record(config: Mapping[str, Any], *, seeds: Mapping[str, int], plan_line
     }
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
     """`value` with infinite numbers as text, for JSON has none; `parse_config` reads them back."""
     if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -31,13 +31,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_async.agreement import RankAgreement
@@ -285,6 +286,48 @@ class StateCache:
             visit = self._agreement.prepare(f"at({version!r})", prepare)
             self._visited, self._visiting_thread = visit[0], threading.current_thread().name
             return visit
+
+    def tensors(self) -> dict[Key, dict[str, Tensor]]:
+        """Every retained state as views by name, sharded like the live tensors; for writing, and valid until dropped.
+
+        Lazy snapshots are copied first.
+
+        Raises:
+            StateInUseError: inside a visit.
+        """
+        with self._lock:
+            self._refuse_if_busy("tensors")
+            live = self._look()
+            self._complete_pending(live)
+            return {state.key: live.dress(state.arena.views) for state in self._store.states}
+
+    @contextmanager
+    def receive(self, keys: Iterable[Key]) -> Iterator[dict[Key, dict[str, Tensor]]]:
+        """Retain states whose values the body writes into the tensors that it gets, named as by `tensors`. Collective.
+
+        Nothing is retained where the body raises.
+
+        Raises:
+            VersionExistsError, CacheBudgetError, StateInUseError, RankDisagreementError: as `snapshot`.
+        """
+        with self._lock:
+            self._refuse_if_busy("receive")
+            wanted = [checked_key(key) for key in keys]
+            live = self._look()
+            states: list[StoredState] = []
+            with ExitStack() as undo:
+                for key in wanted:
+                    state, _ = self._agreement.prepare(
+                        f"receive({key!r})",
+                        partial(self._prepare_snapshot, key, lazy=False, overwrite=False),
+                        undo=lambda prepared: self._store.discard(prepared[0]),
+                    )
+                    undo.callback(self._store.discard, state)
+                    states.append(state)
+                yield {state.key: live.dress(state.arena.views) for state in states}
+                undo.pop_all()
+            for state in states:
+                self._store.put(state)
 
     def watch(self, optimizer: Optimizer) -> None:
         """Learn from `optimizer`'s public step hooks when the live weights change; several may be watched.

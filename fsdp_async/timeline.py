@@ -21,10 +21,13 @@ class Span:
 
 
 class Timeline:
-    """Spans of one worker, counted from an `epoch_s` on the monotonic clock. Not thread-safe."""
+    """Spans of one worker, counted from an epoch that was `elapsed_s` ago. Not thread-safe.
 
-    def __init__(self, epoch_s: float | None = None) -> None:
-        self.epoch_s = time.monotonic() if epoch_s is None else epoch_s
+    `epoch_s` is that moment on the monotonic clock.
+    """
+
+    def __init__(self, *, elapsed_s: float = 0.0) -> None:
+        self.epoch_s = time.monotonic() - elapsed_s
         self._fresh: list[Span] = []
         self._seconds: dict[str, float] = {}
 

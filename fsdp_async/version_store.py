@@ -119,6 +119,11 @@ class VersionStore:
         return sorted(key for key in self._states if isinstance(key, str))
 
     @property
+    def states(self) -> list[StoredState]:
+        """All, in the order in which they were taken."""
+        return list(self._states.values())
+
+    @property
     def pending(self) -> list[StoredState]:
         """States whose parameters are still only in the live model."""
         return [state for state in self._states.values() if state.is_pending]

@@ -99,7 +99,8 @@ def _check_interrupted(run):
         summary["samples_consumed"] + summary["samples_dropped"] + summary["samples_queued"]
     )
     assert _events(run)[-1] == "end"
-    assert list(run.rglob(".*")) == [], "no temporary file is left"
+    hidden = [path for path in run.rglob(".*") if path.name != ".metadata"]
+    assert hidden == [], "no temporary file is left"
     assert sorted(path.name for path in run.parent.iterdir()) == ["run", "warm"]
 
 
@@ -384,11 +385,61 @@ def test_a_run_that_is_killed_before_its_first_step_leaves_the_old_results_in_pl
     _check_gone(holdings)
 
 
-def test_a_killed_engine_ends_the_run_with_its_name_and_a_balanced_ledger(tmp_path):
-    process = _start(tmp_path, *ENDLESS)
+def _engine_of(process):
+    """The child that holds a model, not the one that only tracks resources."""
+    return max(_children(process.pid), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_dies_or_hangs_is_started_again_and_nothing_is_lost(number, tmp_path):
+    process = _start(tmp_path, *ENDLESS, "rollout.answer_timeout_s=3")
     _wait_for(lambda: "step" in _events(tmp_path / "run"), process, "first step")
-    engine = max(_children(process.pid), key=lambda pid: int(Path(f"/proc/{pid}/statm").read_text().split()[1]))
-    os.kill(engine, signal.SIGKILL)
+    engine = _engine_of(process)
+    os.kill(engine, number)
+    _wait_for(lambda: "restart" in _events(tmp_path / "run"), process, "restart")
+    _wait_for(lambda: _events(tmp_path / "run")[-5:].count("step") > 0, process, "step after it")
+    assert not os.path.exists(f"/proc/{engine}")
+    steps = _events(tmp_path / "run").count("step")
+    _wait_for(lambda: _events(tmp_path / "run").count("step") > steps, process, "next step")
+    holdings = _holdings(process)
+    os.kill(process.pid, signal.SIGTERM)
+    output, returned = _end(process)
+    assert returned == 143
+    assert "Traceback" not in output
+    _check_gone(holdings)
+    _check_interrupted(tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (restart,) = [record for record in records if record["event"] == "restart"]
+    assert ("SIGKILL" if number == signal.SIGKILL else "no sign of life") in restart["cause"]
+    assert records[-1]["ledger"]["num_late"] == 0
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path):
+    process = _start(tmp_path, *ENDLESS, "checkpoint.every=2")
+    _wait_for(lambda: _events(tmp_path / "run").count("checkpoint") >= 2, process, "checkpoints")
+    holdings = _holdings(process)
+    process.kill()
+    _end(process)
+    _check_gone(holdings)
+    again = _start(tmp_path, *ENDLESS, "checkpoint.every=2", "run.resume=auto")
+    _wait_for(lambda: "resumed" in (tmp_path / "run" / "run.json").read_text(), again, "resumption")
+    done = _events(tmp_path / "run").count("step")
+    _wait_for(lambda: _events(tmp_path / "run").count("step") > done + 2, again, "steps")
+    os.kill(again.pid, signal.SIGTERM)
+    output, returned = _end(again)
+    assert returned == 143, output
+    assert "resume: after step" in output
+    _check_interrupted(tmp_path / "run")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in records if record["event"] == "step"]
+    assert steps == list(range(1, len(steps) + 1)), "no step twice, none left out"
+    assert records[-1]["ledger"]["num_reissued"] > 0
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_where_it_may_not_be_started_again(tmp_path):
+    process = _start(tmp_path, *ENDLESS, "rollout.max_restarts=0")
+    _wait_for(lambda: "step" in _events(tmp_path / "run"), process, "first step")
+    os.kill(_engine_of(process), signal.SIGKILL)
     output, returned = _end(process)
     assert returned == 1
     assert "EngineDiedError: engine-0 ended: process" in output

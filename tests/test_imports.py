@@ -15,7 +15,18 @@ LEVELS = [
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
-    | {"tasks", "rewards", "ledger", "sample_queue", "loggers", "run_dir", "buckets", "shared_block"},
+    | {
+        "tasks",
+        "rewards",
+        "lead",
+        "checkpoint",
+        "ledger",
+        "sample_queue",
+        "loggers",
+        "run_dir",
+        "buckets",
+        "shared_block",
+    },
     {
         "modeling",
         "generation",
@@ -27,8 +38,9 @@ LEVELS = [
         "warm_start",
         "evaluation",
     }
-    | {"behaviour", "mini_batch", "update_report", "learner", "canary", "factors"},
-    {"trainer", "config", "plan", "summary", "recorder", "terminal", "run"},
+    | {"behaviour", "mini_batch", "update_report", "learner", "canary", "factors", "feed"},
+    {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal", "resume"}
+    | {"run_files", "assembly", "run"},
     {"cli", "__main__"},
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}

@@ -11,14 +11,17 @@ import torch
 from builders import response
 
 from fsdp_async.errors import CanaryError, EngineDiedError, InputError, NonFiniteError
+from fsdp_async.feed import RolloutFeed
+from fsdp_async.lead import Lead
 from fsdp_async.learner import PreparedBatch
 from fsdp_async.metrics import Statistics
 from fsdp_async.plan import reachable_staleness
 from fsdp_async.rollout import SamplingParams
 from fsdp_async.sample_queue import SampleQueue
 from fsdp_async.timeline import Timeline
-from fsdp_async.trainer import AsyncTrainer, TrainerConfig, TrainerParts
-from fsdp_async.types import Prompt, ResponseGroup
+from fsdp_async.trainer import AsyncTrainer, TrainerParts
+from fsdp_async.trainer_config import TrainerConfig
+from fsdp_async.types import PartialResponse, Prompt, ResponseGroup, VersionSpan
 from fsdp_async.update_report import UpdateReport
 
 CONFIG = TrainerConfig(num_batches=6, groups_per_batch=2, group_size=2, mini_batches=1, max_staleness=1, eval_every=100)
@@ -39,7 +42,7 @@ class FakeEngine:
         self.gap = gap
         self.polls_left = fail_after
 
-    def submit(self, prompts, params):
+    def submit(self, prompts, params, partials=None):
         self.waiting += [(prompt, self.version) for prompt in prompts]
 
     def poll(self, timeout_s):
@@ -124,20 +127,22 @@ class FakePublisher:
     def __init__(self, engine):
         self.engine = engine
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, *, only=None):
         list(tensors)
         self.engine.version = version
+
+    def forget(self, engine):
+        pass
 
     def flush(self):
         self.engine.flushed_version = self.engine.version
 
 
-def _trainer(config=CONFIG, *, capacity=4, outcome=None, **engine_options):
+def _trainer(config=CONFIG, *, capacity=4, outcome=None, max_restarts=0, **engine_options):
     engine = FakeEngine(**engine_options)
     learner = FakeLearner(engine, outcome=outcome)
     events = []
-    parts = TrainerParts(
-        learner=learner,
+    feed = RolloutFeed(
         engine=engine,
         publisher=FakePublisher(engine),
         queue=SampleQueue(
@@ -149,6 +154,13 @@ def _trainer(config=CONFIG, *, capacity=4, outcome=None, **engine_options):
         prompts=(Prompt(f"p{i}", (5,), "test") for i in itertools.count()),
         reward=SimpleNamespace(score=lambda prompt, answer: 1.0),
         sampling=SAMPLING,
+        max_restarts=max_restarts,
+    )
+    parts = TrainerParts(
+        learner=learner,
+        feed=feed,
+        pad_token_id=0,
+        lead=Lead(),
         evaluate=lambda: 0.5,
         timeline=Timeline(),
         observers=(lambda event, step, values: events.append({"event": event, "step": step, **values}),),
@@ -179,7 +191,7 @@ def test_a_slow_engine_and_room_in_the_queue_do_reach_staleness():
 
 def test_staleness_is_that_of_each_token_not_of_its_response():
     trainer, _, events = _trainer(dataclasses.replace(CONFIG, num_batches=3, max_staleness=2), capacity=6, per_poll=2)
-    engine = trainer.parts.engine
+    engine = trainer.parts.feed.engine
 
     def answer(prompt, submitted):
         spans = ((max(0, engine.version - 1), 2), (engine.version, None))
@@ -245,12 +257,12 @@ def test_at_most_one_version_more_than_the_staleness_is_kept_at_any_time(max_sta
 def test_a_run_ends_only_after_its_last_version_has_reached_the_engine():
     trainer, _, _ = _trainer()
     assert trainer.run()
-    assert trainer.parts.engine.flushed_version == trainer.version == 6
+    assert trainer.parts.feed.engine.flushed_version == trainer.version == 6
 
 
 def test_a_stream_of_prompts_that_ends_is_an_error_and_no_endless_wait():
     trainer, _, events = _trainer()
-    trainer.parts = dataclasses.replace(trainer.parts, prompts=itertools.islice(trainer.parts.prompts, 5))
+    trainer.parts.feed.prompts = itertools.islice(trainer.parts.feed.prompts, 5)
     with pytest.raises(InputError, match=r"the stream of prompts ended: 1 of 2 .* were there"):
         trainer.run()
     assert events[-1]["outcome"] == "failed"
@@ -258,14 +270,14 @@ def test_a_stream_of_prompts_that_ends_is_an_error_and_no_endless_wait():
 
 def test_an_engine_that_dies_of_the_signal_that_stops_the_run_is_no_failure():
     trainer, _, events = _trainer(fail_after=2)
-    poll = trainer.parts.engine.poll
+    poll = trainer.parts.feed.engine.poll
 
     def poll_after_signal(timeout_s):
-        if trainer.parts.engine.polls_left == 0:
+        if trainer.parts.feed.engine.polls_left == 0:
             trainer.request_stop()
         return poll(timeout_s)
 
-    trainer.parts.engine.poll = poll_after_signal
+    trainer.parts.feed.engine.poll = poll_after_signal
     assert trainer.run() is False
     assert events[-1]["outcome"] == "interrupted"
 
@@ -345,3 +357,137 @@ def test_a_recorded_batch_holds_what_every_factor_is_computed_from():
     assert sorted(recorded) == [1, 2, 3, 4, 5, 6]
     names = {"rollout_log_prob", "behaviour_log_prob", "old_log_prob", "log_prob", "trained_mask", "versions"}
     assert names <= recorded[1].keys()
+
+
+class MortalEngine(FakeEngine):
+    """Dies at given polls; restarted, it has neither weights nor work."""
+
+    def __init__(self, dies_at=(), **options):
+        super().__init__(**options)
+        self.dies_at = set(dies_at)
+        self.num_polls = 0
+        self.is_dead = False
+        self.restarts = []
+        self.given = []
+
+    def poll(self, timeout_s):
+        self.num_polls += 1
+        if self.num_polls in self.dies_at:
+            self.is_dead = True
+        if self.is_dead:
+            raise EngineDiedError("mortal died")
+        return super().poll(timeout_s)
+
+    def submit(self, prompts, params, partials=None):
+        if self.is_dead:
+            raise EngineDiedError("mortal is dead")
+        self.given.append((len(prompts), dict(partials or {})))
+        super().submit(prompts, params, partials)
+
+    def restart(self):
+        self.is_dead = False
+        self.restarts.append(self.num_polls)
+        self.waiting, self.version = [], None
+        return {}
+
+
+def _mortal_trainer(config=CONFIG, *, max_restarts=3, dies_at=(), **options):
+    trainer, learner, events = _trainer(config, max_restarts=max_restarts, **options)
+    engine = MortalEngine(dies_at, per_poll=1)
+    trainer.parts.feed.engine = learner.engine = engine
+    trainer.parts.feed.publisher.engine = engine
+    return trainer, engine, events
+
+
+def test_an_engine_that_dies_is_started_again_with_the_newest_weights_and_its_prompts():
+    trainer, engine, events = _mortal_trainer(dies_at=(4, 9))
+    assert trainer.run()
+    restarts = [e for e in events if e["event"] == "restart"]
+    assert [e["num_restarts"] for e in restarts] == [1, 2]
+    assert all("mortal died" in e["cause"] for e in restarts)
+    assert engine.version == trainer.version == 6
+    ledger = events[-1]["ledger"]
+    assert ledger["consumed"] == ledger["submitted"] == 6 * 2 * 2
+    assert ledger["dropped"] == ledger["num_late"] == 0
+    assert ledger["num_reissued"] == 2 * sum(e["num_reissued_groups"] for e in restarts) > 0
+
+
+def test_a_new_engine_must_show_again_that_it_holds_what_was_published():
+    trainer, _, events = _mortal_trainer(dataclasses.replace(CONFIG, max_staleness=0, num_batches=2), dies_at=(2,))
+    trainer.run()
+    steps = [e for e in events if e["event"] == "step"]
+    assert [sorted(e["canary_gap_nats"]) for e in steps] == [["0"], ["1"]]
+    trainer, engine, _ = _mortal_trainer(dies_at=(2,))
+    honest = engine.restart
+    engine.restart = lambda: (setattr(engine, "gap", 66.0), honest())[1]
+    with pytest.raises(CanaryError):
+        trainer.run()
+
+
+def test_an_engine_that_dies_again_without_a_batch_in_between_ends_the_run():
+    trainer, engine, events = _mortal_trainer(max_restarts=2, dies_at=range(3, 100))
+    with pytest.raises(EngineDiedError, match="mortal died"):
+        trainer.run()
+    assert len(engine.restarts) == 2
+    assert events[-1]["outcome"] == "failed"
+
+
+def test_restarts_are_forgiven_by_every_batch():
+    trainer, engine, _ = _mortal_trainer(max_restarts=1, dies_at=(3, 7, 11))
+    assert trainer.run()
+    assert len(engine.restarts) == 3
+
+
+def test_an_engine_that_dies_while_it_is_given_weights_or_prompts_is_started_again_too():
+    trainer, engine, events = _mortal_trainer()
+    publish = trainer.parts.feed.publisher.publish
+
+    def die_once(version, tensors, *, only=None):
+        if version == 2 and not engine.restarts:
+            engine.is_dead = True
+            raise EngineDiedError("died in the publication")
+        publish(version, tensors)
+
+    trainer.parts.feed.publisher.publish = die_once
+    assert trainer.run()
+    (restart,) = [e for e in events if e["event"] == "restart"]
+    assert "died" in restart["cause"]
+    assert events[-1]["ledger"]["consumed"] == 24
+
+
+def test_only_tokens_of_retained_versions_are_gone_on_with():
+    trainer, engine, events = _mortal_trainer(dies_at=(7,))
+    honest, told = engine.restart, {}
+
+    def restart():
+        honest()
+        for number in range(12):
+            version = max(trainer.parts.learner.cache.kept) if number % 2 else 77
+            part = PartialResponse((5,), (-1.0,), (VersionSpan(version, 0, 1),))
+            told[f"p{number}", 0] = (part, part)
+        return told
+
+    engine.restart = restart
+    trainer.run()
+    (restarted,) = [e for e in events if e["event"] == "restart"]
+    (given,) = [partials for _, partials in engine.given if partials]
+    assert given
+    assert all(int(prompt_id[1:]) % 2 for prompt_id, _ in given)
+    assert given.items() <= told.items()
+    assert restarted["num_kept_tokens"] == 2 * len(given)
+
+
+def test_a_loop_goes_on_where_its_state_stood():
+    first, _, _ = _trainer(dataclasses.replace(CONFIG, num_batches=10))
+    first.parts.feed.queue.take, take = (
+        lambda n: (first.request_stop() if first.step == 3 else None, take(n))[1],
+        first.parts.feed.queue.take,
+    )
+    first.run()
+    state = first.state_dict()
+    assert (state["step"], state["version"]) == (4, 4)
+    second, _, _ = _trainer()
+    second.load_state_dict(state)
+    assert {k: v for k, v in second.state_dict().items() if k != "training_clock_s"} == {
+        k: v for k, v in state.items() if k != "training_clock_s"
+    }

@@ -1,0 +1,171 @@
+"""Going on from a checkpoint.
+
+Owns the choice of the checkpoint, what may have changed in the config since, and what a run keeps beyond its tensors.
+It does not know how a checkpoint lies on disk (`checkpoint.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp_async.checkpoint import checkpoints_in, newest_checkpoint, read_state, what_is_wrong
+from fsdp_async.config import Config
+from fsdp_async.errors import CheckpointError
+from fsdp_async.recorder import SUMMARY
+from fsdp_async.run_dir import strict
+
+CHECKPOINTS = "checkpoints"
+
+FROZEN = {
+    "model": "its weights have the old shape",
+    "task": "the stream would ask other questions under the same names",
+    "warm_start": "it has no effect, since weights come from the checkpoint",
+    "run.seed": "it orders the stream, of which a part has been asked already",
+    "trainer.group_size": "groups that are queued or in flight have the old size",
+    "trainer.groups_per_batch": "admission has reckoned with the old one",
+    "trainer.sync_every": "versions have been counted by the old one",
+}
+"""What cannot change, and why."""
+
+UNSHOWN = ("run.output_dir", "run.resume", "run.overwrite")
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on. `changes` and `problems` are sentences for people."""
+
+    path: Path
+    state: Mapping[str, Any]
+    changes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def step(self) -> int:
+        """Batches trained so far."""
+        return int(self.state["step"])
+
+    def is_complete(self, config: Config) -> bool:
+        """Nothing is left to do, unless `trainer.num_batches` is raised."""
+        return self.step >= config.trainer.num_batches
+
+    def summary(self) -> dict[str, Any]:
+        """What the run of the checkpoint ended with; empty where it did not write it."""
+        path = self.path.parent.parent / SUMMARY
+        summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return summary
+
+    @property
+    def lines(self) -> list[str]:
+        """For the plan."""
+        changed = "; ".join(self.changes) if self.changes else "nothing"
+        return [
+            *(f"unusable checkpoint: {problem}" for problem in self.problems),
+            f"resume: after step {self.step}, from {self.path}; changed since then: {changed}",
+        ]
+
+
+def find_resumption(config: Config) -> Resumption | None:
+    """The checkpoint that `config.run.resume` asks for; None for a run that starts anew.
+
+    Raises:
+        CheckpointError: a named place holds no whole checkpoint, or what cannot change has changed.
+    """
+    wanted = config.run.resume
+    if wanted is None:
+        return None
+    directory = Path(config.run.output_dir) / CHECKPOINTS
+    if wanted != "auto":
+        directory = Path(wanted)
+        if (directory / CHECKPOINTS).is_dir():
+            directory /= CHECKPOINTS
+    if (directory / "state.json").exists() or not (directory.is_dir() or wanted == "auto"):
+        path, problems = _named(directory)
+    else:
+        path, problems = newest_checkpoint(directory)
+    if path is None:
+        if wanted == "auto" and not problems:
+            return None
+        found = "; ".join(problems) or "there is none"
+        raise CheckpointError(
+            f"run.resume={wanted}: no whole checkpoint in {directory}: {found}; start anew without it"
+        )
+    state = read_state(path)
+    changes = config_changes(state["config"], strict(asdict(config)))
+    _refuse_frozen(changes, path)
+    if state["task_digest"] != task_digest(config):
+        raise CheckpointError(
+            f"{config.task.path} was edited since {path} was made: {FROZEN['task']}; use the old file"
+        )
+    shown = tuple(f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in UNSHOWN)
+    return Resumption(path, state, shown, tuple(problems))
+
+
+def goes_on_in_place(config: Config) -> bool:
+    """Whether the run's own directory holds the checkpoint that is asked for."""
+    wanted, own = config.run.resume, Path(config.run.output_dir)
+    if wanted is None or not checkpoints_in(own / CHECKPOINTS):
+        return False
+    return wanted == "auto" or own.resolve() in (Path(wanted).resolve(), *Path(wanted).resolve().parents)
+
+
+def config_changes(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Path of each key that differs -> (old, new); a key that one of them lacks is None there."""
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*old, *new}):
+        a, b, path = old.get(key), new.get(key), f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            changes |= config_changes(a, b, f"{path}.")
+        elif a != b:
+            changes[path] = (a, b)
+    return changes
+
+
+def task_digest(config: Config) -> str | None:
+    """Of the file that the task reads; None for one that reads none."""
+    path = config.task.path
+    return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def generators() -> dict[str, Any]:
+    """The global generators of Python and NumPy, plain; torch's is a tensor and lies with the others."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [*random.getstate()[:2], random.getstate()[2]],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+
+
+def set_generators(state: Mapping[str, Any]) -> None:
+    """Put back what `generators` told."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
+
+def _named(path: Path) -> tuple[Path | None, list[str]]:
+    if not path.is_dir():
+        return None, [f"{path} is no directory"]
+    problem = what_is_wrong(path)
+    if problem is None:
+        return path, []
+    others = [str(other) for other in checkpoints_in(path.parent) if other != path]
+    return None, [f"{path}: {problem} (others there: {', '.join(others) or 'none'})"]
+
+
+def _refuse_frozen(changes: Mapping[str, tuple[Any, Any]], path: Path) -> None:
+    for key, (old, new) in changes.items():
+        for frozen, reason in FROZEN.items():
+            if key == frozen or key.startswith(f"{frozen}."):
+                raise CheckpointError(
+                    f"{key}={new}, but {path} was made with {old}, which cannot change: {reason}; set it back, or "
+                    "start a new run"
+                )
