@@ -1,6 +1,7 @@
 """Asynchronous RL post-training on FSDP2 with a versioned weight-state cache.
 
-The public names in one place. Importing this loads neither ray, vllm, hydra, megatron nor a plotting library.
+The public names in one place. Importing this loads neither ray, vllm, hydra, megatron, an optional package nor
+a plotting library.
 """
 
 from fsdp_async.advantages import AdvantageConfig, compute_advantages
@@ -20,6 +21,7 @@ from fsdp_async.errors import (
     OutputError,
     QueueClosedError,
     RankDisagreementError,
+    RewardError,
     RunDirectoryError,
     StateInUseError,
     StateMismatchError,
@@ -75,6 +77,7 @@ __all__ = [
     "Rejection",
     "Response",
     "ResponseGroup",
+    "RewardError",
     "RolloutConfig",
     "RolloutEngine",
     "RunDirectoryError",

@@ -26,7 +26,7 @@ from fsdp_async.lead import Lead
 from fsdp_async.learner import Learner, Objective
 from fsdp_async.modeling import apply_fsdp2, build_model, build_optimizer, build_schedule
 from fsdp_async.resume import Resumption, generators, set_generators, task_digest
-from fsdp_async.rewards import RewardConfig, build_reward
+from fsdp_async.rewards import OwnedReward, build_reward, build_right
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
 from fsdp_async.run_dir import strict
@@ -73,7 +73,9 @@ def assemble(
     timeline = Timeline(elapsed_s=state.get("elapsed_s", 0.0))
     if state:
         task.load_state_dict(state["task"])
-    feed = None if files is None else _feed(config, task, files.directory, timeline, stack)
+    # On every rank, since evaluation is shared out; the training reward of rank 0 alone is asked.
+    reward = stack.enter_context(closing(build_reward(config.rewards, task)))
+    feed = None if files is None else _feed(config, task, reward, files.directory, timeline, stack)
     learner = _learner(config, task, lead, resumption, view, stack)
     observers: tuple[Observer, ...] = ()
     if feed is not None and files is not None and files.recorder is not None:
@@ -84,7 +86,7 @@ def assemble(
         TrainerParts(
             learner=learner,
             feed=feed,
-            evaluate=partial(_evaluate, config, task, learner.model, lead),
+            evaluate=partial(_evaluate, config, task, reward, learner.model, lead),
             timeline=timeline,
             pad_token_id=task.pad_token_id,
             lead=lead,
@@ -125,7 +127,9 @@ def objective(config: Config) -> Objective:
     )
 
 
-def _feed(config: Config, task: Task, directory: Path, timeline: Timeline, stack: ExitStack) -> RolloutFeed:
+def _feed(
+    config: Config, task: Task, reward: OwnedReward, directory: Path, timeline: Timeline, stack: ExitStack
+) -> RolloutFeed:
     # Started first: a child process imports its libraries while the trainer makes the warm start.
     engine = stack.enter_context(closing(_engine(config, task, directory)))
     trainer = config.trainer
@@ -139,7 +143,7 @@ def _feed(config: Config, task: Task, directory: Path, timeline: Timeline, stack
             max_staleness=trainer.max_staleness,
         ),
         prompts=task.prompts(),
-        reward=build_reward(config.rewards),
+        reward=reward,
         sampling=_sampling(config, task),
         max_restarts=config.rollout.max_restarts,
     )
@@ -197,9 +201,9 @@ def _warm_start(config: Config, task: Task, lead: Lead, net: nn.Module, view: Wa
         make()
 
 
-def _evaluate(config: Config, task: Task, net: nn.Module, lead: Lead) -> float:
+def _evaluate(config: Config, task: Task, reward: OwnedReward, net: nn.Module, lead: Lead) -> float:
     # Accuracy is the share of right responses, whatever training rewards.
-    right = build_reward(RewardConfig(kind="exact"))
+    right = build_right(config.rewards, reward)
     return sampled_accuracy(net, task.eval_prompts(), right, _sampling(config, task), seed=EVALUATION_SEED, lead=lead)
 
 

@@ -108,6 +108,7 @@ class Config:
             _refuse_inert_correction,
             _refuse_inert_anchor,
             _refuse_inert_staleness,
+            _refuse_foreign_reward,
             _refuse_impossible_sizes,
         ):
             refuse(self)
@@ -254,6 +255,14 @@ def _refuse_inert_staleness(config: Config) -> None:
             f"a lag bound or rule with trainer.max_staleness=0, sync_every={trainer.sync_every} and anchor="
             f"{trainer.anchor}: every token is sampled by the policy that is the anchor, so lag is exactly 1; remove "
             "it or raise trainer.max_staleness"
+        )
+
+
+def _refuse_foreign_reward(config: Config) -> None:
+    if config.rewards.kind == "reasoning_gym" and config.task.kind != "reasoning_gym":
+        raise ConfigError(
+            f"rewards.kind=reasoning_gym with task.kind={config.task.kind}: only a dataset of reasoning-gym can say "
+            "how right a response to it is; set task.kind=reasoning_gym, or choose another reward"
         )
 
 

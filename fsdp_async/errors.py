@@ -68,6 +68,10 @@ class EngineTimeoutError(EngineError, TimeoutError):
     """The engine did not answer in time; the message says who waited for what."""
 
 
+class RewardError(FsdpAsyncError, RuntimeError):
+    """A reward failed on more responses than allowed; the message names what failed, how, and on which prompt."""
+
+
 class CanaryError(FsdpAsyncError, RuntimeError):
     """The first responses of a version disagree with the weights published under it."""
 

@@ -79,6 +79,11 @@ class RolloutFeed:
         self._num_restarts_in_a_row = 0
         self._failure: EngineError | None = None
 
+    @property
+    def reward_failures(self) -> dict[str, int]:
+        """Responses that could not be scored, by kind; empty for a reward that does not count them."""
+        return dict(getattr(self.reward, "failures", {}))
+
     def submit(self, version: int, num_batches_left: int) -> None:
         """Hand the engine as many prompts as staleness, capacity and the rest of the run admit.
 

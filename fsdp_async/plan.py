@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fsdp_async.config import Config
 from fsdp_async.correction_config import Bounds, Rejection
+from fsdp_async.rewards import IN_PROCESS
 
 BYTES_PER_PARAMETER = 4
 
@@ -17,6 +18,7 @@ def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
     return [
         _start(config),
         _generation(config),
+        _reward(config),
         _batches(config),
         _behaviour(config),
         _anchor(config),
@@ -57,6 +59,23 @@ def _generation(config: Config) -> str:
         f"{config.rollout.max_response_tokens} tokens to each prompt at temperature "
         f"{config.rollout.temperature:g}; mu = log-probs of that engine"
     )
+
+
+def _reward(config: Config) -> str:
+    rewards = config.rewards
+    text = {
+        "exact": "1 for the right answer and its end, token for token, else 0",
+        "graded": "share of positions that agree with the right answer, its end included",
+        "python": f"{rewards.function}, in a process of its own",
+        "math_verify": "1 for the same mathematics as the answer (math-verify), else 0, in a process of its own",
+        "reasoning_gym": "the score of the dataset that asked (reasoning-gym), in a process of its own",
+    }[rewards.kind]
+    if rewards.kind not in IN_PROCESS:
+        text += (
+            f"; a response that it fails on, or takes more than {rewards.timeout_s:g} s for, gets "
+            f"{rewards.failure_value:g}, and more than {rewards.max_failures} of them end the run"
+        )
+    return f"reward: {text}"
 
 
 def _batches(config: Config) -> str:

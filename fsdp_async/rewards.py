@@ -1,17 +1,29 @@
 """Verifiable rewards.
 
-Owns the score of one response against its prompt's known answer. Pure; a reward that is no number is an error here and
-never reaches a gradient.
+Owns what a reward is, which one is configured, and the score of a group. The two that compare tokens are here and pure;
+those that may fail run in a process of their own (`scoring.py`). A reward that is no number is an error here and never
+reaches a gradient.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from fsdp_async.errors import InputError, NonFiniteError
+from fsdp_async.backends import resolve_backend
+from fsdp_async.errors import ConfigError, InputError, NonFiniteError
+from fsdp_async.scoring import Limits, ProcessReward, TextSource
 from fsdp_async.types import Prompt, Response, ResponseGroup
+
+RewardKind = Literal["exact", "graded", "python", "math_verify", "reasoning_gym"]
+IN_PROCESS = ("exact", "graded")
+LIBRARIES = ("math_verify", "reasoning_gym")
+RIGHT = 0.99
+"""From here on a library's score says that the response is right."""
+FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +31,43 @@ class RewardConfig:
     """How a response is scored.
 
     `exact`: 1 for the whole right answer and its end, else 0. `graded`: share of right positions, the end included.
+    `math_verify`: 1 if it is the same mathematics as the answer, else 0. `reasoning_gym`: what the dataset that asked
+    says. `python`: `function`, "package.module:name" or "my_reward.py:name", called as
+    function(prompt_text, response_text, info) -> float in a process of its own; info["answer"] is the right answer. A
+    response on which one of the last three raises, takes longer than `timeout_s`, ends its process or gives no finite
+    number gets `failure_value` and is counted; more than `max_failures` of them end the run.
     """
 
-    kind: Literal["exact", "graded"] = "exact"
+    kind: RewardKind = "exact"
+    function: str | None = None
+    failure_value: float = 0.0
+    max_failures: int = 10
+    timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"rewards.timeout_s={self.timeout_s}: must be above 0 and finite")
+        if self.max_failures < 0:
+            raise ConfigError(f"rewards.max_failures={self.max_failures}: must not be negative")
+        if not math.isfinite(self.failure_value):
+            raise ConfigError(f"rewards.failure_value={self.failure_value}: must be a finite number")
+        self._refuse_inert()
+        if self.kind == "python" and not FUNCTION.fullmatch(self.function or ""):
+            raise ConfigError(
+                f"rewards.function={self.function!r} with rewards.kind=python: name a function as "
+                '"package.module:name" or "my_reward.py:name"'
+            )
+
+    def _refuse_inert(self) -> None:
+        names: tuple[str, ...] = () if self.kind == "python" else ("function",)
+        if self.kind in IN_PROCESS:
+            names += ("failure_value", "max_failures", "timeout_s")
+        for name in names:
+            if (value := getattr(self, name)) != getattr(RewardConfig, name):
+                raise ConfigError(
+                    f"rewards.{name}={value} has no effect with rewards.kind={self.kind}; leave it out, or choose "
+                    f"rewards.kind={'python' if name == 'function' else 'python, math_verify or reasoning_gym'}"
+                )
 
 
 class Reward(Protocol):
@@ -29,6 +75,24 @@ class Reward(Protocol):
 
     def score(self, prompt: Prompt, response: Response) -> float:
         """A finite number, larger is better."""
+        ...
+
+
+class OwnedReward(Reward, Protocol):
+    """A reward that counts its failures and is closed by whoever had it built."""
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """How many responses could not be scored, by kind."""
+        ...
+
+    @property
+    def first_failures(self) -> Mapping[str, str]:
+        """The first message of each kind."""
+        ...
+
+    def close(self) -> None:
+        """Leave nothing behind."""
         ...
 
 
@@ -55,10 +119,61 @@ class AnswerMatch:
         agree = sum(a == b for a, b in zip(response.token_ids, answer, strict=False))
         return agree / max(len(answer), len(response.token_ids))
 
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """None: what could fail is an error."""
+        return {}
 
-def build_reward(config: RewardConfig) -> Reward:
-    """The configured reward, for prompts that carry their answers."""
-    return AnswerMatch(graded=config.kind == "graded")
+    @property
+    def first_failures(self) -> Mapping[str, str]:
+        """None."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to leave behind."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """1.0 where the score of `reward` is at least `RIGHT`, else 0.0, also where it failed, whatever a failure earns."""
+
+    reward: ProcessReward
+
+    def score(self, prompt: Prompt, response: Response) -> float:
+        """1.0 or 0.0."""
+        value = self.reward.try_score(prompt, response)
+        return float(value is not None and value >= RIGHT)
+
+
+def build_reward(config: RewardConfig, source: TextSource | None = None) -> OwnedReward:
+    """The configured reward, for prompts that carry their answers; close it.
+
+    `source` (a task) gives the texts; `exact` and `graded` compare tokens and need none.
+
+    Raises:
+        ConfigError: the function cannot be imported, or an optional package is not installed; names what is missing.
+    """
+    if config.kind in IN_PROCESS:
+        return AnswerMatch(graded=config.kind == "graded")
+    if source is None:
+        raise ConfigError(f"rewards.kind={config.kind} scores texts: pass the task to build_reward, too")
+    function = config.function
+    if config.kind in LIBRARIES:
+        function = f"{resolve_backend(config.kind).__file__}:score"
+    assert function is not None
+    return ProcessReward(function, source, Limits(config.timeout_s, config.max_failures, config.failure_value))
+
+
+def build_right(config: RewardConfig, reward: OwnedReward) -> Reward:
+    """What counts as right when accuracy is measured, whatever training rewards.
+
+    A response that equals the answer, token for token; with `math_verify` and `reasoning_gym`, which know that an
+    answer can be written in several ways, one that `reward` scores at least `RIGHT`.
+    """
+    if config.kind in LIBRARIES:
+        assert isinstance(reward, ProcessReward)
+        return Verdict(reward)
+    return AnswerMatch(graded=False)
 
 
 def score_group(group: ResponseGroup, reward: Reward) -> ResponseGroup:

@@ -21,6 +21,7 @@ from fsdp_async.lead import Lead
 from fsdp_async.modeling import build_model, ensure_process_group
 from fsdp_async.plan import cache_bytes, effective_plan
 from fsdp_async.resume import Resumption, find_resumption
+from fsdp_async.rewards import build_reward
 from fsdp_async.run_files import RunFiles
 from fsdp_async.trainer import AsyncTrainer
 from fsdp_async.warm_start import find_warm_start
@@ -108,6 +109,8 @@ def _open(config: Config, view: View, files: RunFiles) -> Resumption | None:
     lines = plan_lines(config)
     if config.run.resume is None:
         find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
+    # A function that is missing is heard of before anything is written.
+    build_reward(config.rewards, checked_task(config)).close()
     files.lock()
     resumption = find_resumption(config)
     if resumption is not None:

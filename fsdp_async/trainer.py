@@ -363,6 +363,7 @@ class AsyncTrainer:
             "time_s": timeline.now_s(),
             **values,
             "ledger": feed.queue.ledger.to_dict(),
+            "reward_failures": feed.reward_failures,
             "trainer_spans": trainer_spans,
             "engine_spans": [
                 [start - timeline.epoch_s, stop - timeline.epoch_s] for start, stop in feed.engine.drain_busy_spans()

@@ -154,3 +154,11 @@ def test_bypass_with_reinforce_may_be_weighted_inside_the_loss():
 def test_lag_may_be_bounded_where_the_anchor_moves_on_between_publications():
     trainer = {"anchor": "current", "max_staleness": 0, "sync_every": 4}
     assert parse_config({"trainer": trainer, "correction": {"lag": TOKEN_TIS}}).correction.lag.upper == 2.0
+
+
+def test_only_the_dataset_that_asked_can_score():
+    with pytest.raises(ConfigError, match=r"rewards\.kind=reasoning_gym with task\.kind=sort_digits"):
+        parse_config({"rewards": {"kind": "reasoning_gym"}})
+    task = {"kind": "reasoning_gym", "name": "chain_sum", "dataset": {"size": 600, "min_terms": 2}}
+    config = parse_config({"rewards": {"kind": "reasoning_gym"}, "task": task})
+    assert config.task.dataset == {"size": 600, "min_terms": 2}

@@ -13,37 +13,22 @@ PACKAGE = Path(fsdp_async.__file__).parent
 LEVELS = [
     {"types", "errors", "timeline"},
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files"}
+    | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
-    | {
-        "tasks",
-        "rewards",
-        "lead",
-        "checkpoint",
-        "ledger",
-        "sample_queue",
-        "loggers",
-        "run_dir",
-        "buckets",
-        "shared_block",
-    },
-    {
-        "modeling",
-        "generation",
-        "rollout",
-        "rollout_hf",
-        "engine_proxy",
-        "engine_worker",
-        "weight_sync",
-        "warm_start",
-        "evaluation",
-    }
-    | {"behaviour", "mini_batch", "update_report", "learner", "canary", "factors", "feed"},
-    {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal", "resume"}
-    | {"run_files", "assembly", "run"},
+    | {"tasks", "rewards", "scoring", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
+    | {"run_dir", "buckets", "shared_block"},
+    {"modeling", "generation", "rollout", "rollout_hf", "engine_proxy", "engine_worker", "weight_sync"}
+    | {"warm_start", "evaluation", "behaviour", "mini_batch", "update_report", "learner", "canary"}
+    | {"factors", "feed"},
+    {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal"}
+    | {"resume", "run_files", "assembly", "run"},
     {"cli", "__main__"},
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}
+ONLY_HERE |= {"reasoning_gym": {"reasoning_gym_backend"}, "math_verify": {"math_verify_backend"}}
+# Run without the package: loaded by their paths, in a process that must start in milliseconds.
+ALONE = {"scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
 
 
 def _imports(path):
@@ -102,8 +87,15 @@ def test_optional_and_framework_packages_stay_in_their_one_file():
             assert root not in ONLY_HERE or path.stem in ONLY_HERE[root], f"{path.stem} imports {root}"
 
 
+def test_what_the_process_of_a_reward_loads_imports_nothing_of_the_package():
+    graph = _graph()
+    assert {name: graph[name] for name in ALONE} == {name: set() for name in ALONE}
+    names = {name.split(".")[0] for name, _ in _imports(PACKAGE / "scoring_worker.py")}
+    assert names <= sys.stdlib_module_names
+
+
 def test_importing_the_package_loads_no_optional_library():
-    heavy = ["ray", "vllm", "hydra", "megatron", "matplotlib", "plotly"]
+    heavy = ["ray", "vllm", "hydra", "megatron", "matplotlib", "plotly", "reasoning_gym", "math_verify"]
     code = f"import sys, fsdp_async; print([m for m in {heavy!r} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

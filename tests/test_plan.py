@@ -88,3 +88,16 @@ def test_the_staleness_that_can_occur_follows_from_capacity(capacity, sync_every
 
 def test_the_synchronous_loop_is_called_by_its_name():
     assert "synchronous loop" in _line({"trainer": {"max_staleness": 0}}, "staleness")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ({}, "1 for the right answer and its end, token for token, else 0"),
+        ({"kind": "python", "function": "a:b", "timeout_s": 2, "max_failures": 3, "failure_value": -1},
+         "a:b, in a process of its own; a response that it fails on, or takes more than 2 s for, gets -1, and more "
+         "than 3 of them end the run"),
+    ],
+)  # fmt: skip
+def test_what_a_response_earns_is_said_in_words(rewards, expected):
+    assert _line({"rewards": rewards}, "reward") == f"reward: {expected}"

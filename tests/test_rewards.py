@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from builders import group, response
 
-from fsdp_async.errors import InputError, NonFiniteError
+from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.rewards import RewardConfig, build_reward, score_group
 from fsdp_async.types import Prompt
 
@@ -51,3 +52,38 @@ def test_scoring_a_group_keeps_everything_else():
 def test_a_reward_that_is_no_number_is_named(value):
     with pytest.raises(NonFiniteError, match=r"'p'\[0\] is (nan|inf)"):
         score_group(group("p", [5], [response("p", 0, [7])]), SimpleNamespace(score=lambda prompt, answer: value))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"function": "a:b"}, r"rewards\.function=a:b has no effect with rewards\.kind=exact"),
+        ({"kind": "graded", "failure_value": -1.0}, r"failure_value=-1\.0 has no effect with rewards\.kind=graded"),
+        ({"max_failures": 3}, r"max_failures=3 has no effect"),
+        ({"timeout_s": 1.0}, r"timeout_s=1\.0 has no effect"),
+        ({"kind": "math_verify", "function": "a:b"}, "function=a:b has no effect with rewards.kind=math_verify"),
+        ({"kind": "reasoning_gym", "function": "a:b"}, "choose rewards.kind=python"),
+        ({"kind": "python"}, r'function=None .*name a function as "package\.module:name"'),
+        ({"kind": "python", "function": "reward"}, "function='reward'"),
+        ({"kind": "python", "function": "a.b:"}, "function='a.b:'"),
+        ({"kind": "python", "function": "a-b:c"}, "function='a-b:c'"),
+        ({"kind": "python", "function": "a:b", "timeout_s": 0.0}, r"timeout_s=0\.0: must be above 0"),
+        ({"kind": "python", "function": "a:b", "timeout_s": float("inf")}, "timeout_s=inf"),
+        ({"kind": "python", "function": "a:b", "max_failures": -1}, "max_failures=-1: must not be negative"),
+        ({"kind": "python", "function": "a:b", "failure_value": float("nan")}, "failure_value=nan: must be a finite"),
+    ],
+)
+def test_an_option_that_cannot_act_or_be_is_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RewardConfig(**options)
+
+
+@pytest.mark.parametrize("function", ["a:b", "a.b_2.c:d", "my-dir/my reward.py:f", "/x/y.py:f"])
+def test_a_function_is_named_by_module_or_file_and_survives_pickling(function):
+    config = RewardConfig(kind="python", function=function, timeout_s=1.0, max_failures=0, failure_value=-1.0)
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_reward_of_texts_needs_the_task():
+    with pytest.raises(ConfigError, match="pass the task to build_reward"):
+        build_reward(RewardConfig(kind="python", function="json:loads"))

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 from itertools import islice
 
 import pytest
 
 from fsdp_async.errors import ConfigError, InputError
-from fsdp_async.tasks import TaskConfig, build_task
+from fsdp_async.tasks import CHARACTERS, TEXT_CHARACTERS, TaskConfig, build_task
 
 
 def _ids(prompts):
@@ -139,6 +140,11 @@ def test_a_file_with_nothing_left_to_train_on_is_refused(tmp_path):
         ({"num_digits": 12}, "num_digits=12: all prompts are listed, so at most 6"),
         ({"num_digits": 2, "eval_items": 60}, "make only 100 prompts"),
         ({"num_digits": 0}, "num_digits=0"),
+        ({"kind": "reasoning_gym"}, "needs task.name"),
+        ({"name": "chain_sum"}, "task.name=chain_sum has no effect with task.kind=sort_digits"),
+        ({"dataset": {"size": 5}}, "task.dataset={'size': 5} has no effect"),
+        ({"kind": "reasoning_gym", "name": "chain_sum", "path": "x"}, "task.path=x has no effect"),
+        ({"kind": "reasoning_gym", "name": "chain_sum", "num_digits": 3}, "task.num_digits=3 has no effect"),
     ],
 )
 def test_an_impossible_task_is_refused_at_the_door(options, message):
@@ -158,3 +164,88 @@ def test_an_answer_that_no_response_could_hold_is_refused():
     task.check_answers_fit(3)
     with pytest.raises(InputError, match=r"sort/\d\d: the answer '\d\d' takes 3 tokens .*max_response_tokens=2"):
         task.check_answers_fit(2)
+
+
+def _gym(name="basic_arithmetic", *, eval_items=10, max_prompt_tokens=400, **dataset):
+    return TaskConfig(
+        kind="reasoning_gym",
+        name=name,
+        dataset={"size": 50, **dataset},
+        eval_items=eval_items,
+        max_prompt_tokens=max_prompt_tokens,
+    )
+
+
+def _questions(task):
+    return {p.prompt_id: task.decode(p.token_ids) for p in [*islice(task.prompts(), 40), *task.eval_prompts()]}
+
+
+def test_a_dataset_of_reasoning_gym_asks_its_questions_word_for_word():
+    task = build_task(_gym(min_terms=2, max_terms=2), seed=0)
+    for prompt in islice(task.prompts(), 40):
+        info = task.scoring_info(prompt.prompt_id)
+        assert task.decode(prompt.token_ids) == info["entry"]["question"]
+        assert task.decode(prompt.info["answer_ids"]) == info["answer"] == info["entry"]["answer"]
+        assert prompt.info["answer_ids"][-1] == task.eos_token_id
+    assert _questions(task)["basic_arithmetic/0"].startswith("Calculate ")
+
+
+def test_the_questions_of_a_dataset_depend_on_its_own_seed_alone():
+    one, two = (build_task(_gym(), seed=seed) for seed in (0, 1))
+    assert _questions(one) == _questions(two)
+    assert [p.prompt_id for p in one.eval_prompts()] == [p.prompt_id for p in two.eval_prompts()]
+    assert _questions(build_task(_gym(seed=1), seed=0)) != _questions(one)
+
+
+def test_a_question_that_a_dataset_repeats_is_asked_once_and_never_on_both_sides():
+    task = build_task(_gym(size=400, min_terms=2, max_terms=2, min_digits=1, max_digits=1, operators=["+"]), seed=0)
+    stream = [task.decode(p.token_ids) for p in islice(task.prompts(), 5)]
+    held_out = {task.decode(p.token_ids) for p in task.eval_prompts()}
+    everything = [item.prompt for item in (*task._training, *task._evaluation)]
+    assert len(everything) == len(set(everything)) < 400
+    assert not held_out & set(stream)
+    assert len(held_out) == 10
+
+
+def test_shared_characters_have_the_same_tokens_in_every_task():
+    text = build_task(_gym(), seed=0)
+    assert text.encode(CHARACTERS) == build_task(TaskConfig(), seed=0).encode(CHARACTERS)
+    assert text.vocab_size == 3 + len(TEXT_CHARACTERS) == 3 + 96
+    assert text.decode(text.encode(TEXT_CHARACTERS + "\n\n.\n")) == TEXT_CHARACTERS + "\n\n.\n"
+
+
+def test_text_ends_before_its_last_end_and_shows_other_special_tokens():
+    task = build_task(TaskConfig(), seed=0)
+    eos = task.eos_token_id
+    assert task.decode((*task.encode("12"), eos)) == "12"
+    assert task.decode(task.encode("12")) == "12"
+    assert task.decode((*task.encode("1"), task.pad_token_id, eos, eos)) == "1<pad><eos>"
+    assert task.decode(()) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        (_gym("chain_sun"), ConfigError, r"no dataset 'chain_sun'; did you mean .*chain_sum"),
+        (_gym("qqqqqq"), ConfigError, r"no dataset 'qqqqqq'; known: .*chain_sum"),
+        (_gym(colour="red"), ConfigError, r"refuses .*unexpected keyword argument 'colour'"),
+        (_gym(min_terms=0), ConfigError, r"task\.name=basic_arithmetic.*refuses .*min_terms must be positive"),
+        (_gym("simple_geometry"), InputError, r"simple_geometry, entry 0: prompt has characters \['°'\] outside"),
+        (_gym("rush_hour", max_prompt_tokens=2000), InputError, r"answer=None must be a non-empty string"),
+        (_gym(max_prompt_tokens=5), InputError, r"entry 0: the prompt has \d+ tokens, above task.max_prompt_tokens=5"),
+        (_gym(eval_items=50), InputError, r"task\.name=basic_arithmetic holds .* raise task\.dataset\.size"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused_with_the_cause(config, error, message):
+    with pytest.raises(error, match=message):
+        build_task(config, seed=0)
+
+
+def test_a_task_knows_its_own_prompts_only():
+    with pytest.raises(InputError, match="no item of task sort_digits is called 'x'"):
+        build_task(TaskConfig(), seed=0).scoring_info("x")
+
+
+def test_a_config_with_the_options_of_a_dataset_survives_pickling():
+    config = _gym(operators=["+"])
+    assert pickle.loads(pickle.dumps(config)) == config
