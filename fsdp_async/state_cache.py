@@ -35,6 +35,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -45,11 +46,16 @@ from fsdp_async.agreement import RankAgreement
 from fsdp_async.arena import ArenaPool, choose_pin
 from fsdp_async.dtensor_io import LiveState, capture, check_sharded, check_supported, ranks_of, settle
 from fsdp_async.errors import InputError, StateInUseError
+from fsdp_async.interrupts import HeldSignals
 from fsdp_async.live_tracker import LiveTracker
 from fsdp_async.swaps import CopySwap, ProcessState, Swap, uninterrupted, write_buffers
 from fsdp_async.version_store import CacheConfig, Key, StoredState, VersionStore, checked_key, plan_of
 
 __all__ = ["CacheConfig", "StateCache"]
+
+
+_caches_of: WeakKeyDictionary[nn.Module, WeakSet[StateCache]] = WeakKeyDictionary()
+"""Several caches of one model see each other's visits and restores."""
 
 
 class StateCache:
@@ -86,6 +92,7 @@ class StateCache:
         self._visited: StoredState | None = None
         self._visiting_thread = ""
         self._is_closed = False
+        _caches_of.setdefault(model, WeakSet()).add(self)
 
     @property
     def versions(self) -> list[int]:
@@ -142,7 +149,7 @@ class StateCache:
             StateMismatchError: a parameter that should be sharded is not.
             RankDisagreementError: ranks asked for different things, failed, or did not arrive.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("snapshot")
             state, live = self._agreement.prepare(
                 f"snapshot({version!r}, lazy={lazy}, overwrite={overwrite})",
@@ -183,16 +190,18 @@ class StateCache:
             StateInUseError: inside a visit.
             RankDisagreementError: ranks asked for different things, failed, or did not arrive.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("restore")
             state, live = self._agreement.prepare(f"restore({version!r})", lambda: self._prepare_read(version))
-            is_live = self._tracker.is_live(state.key) and self._tracker.can_know(live)
+            is_live = self._tracker.is_live(state.key, live)
             if not is_live:
-                self._complete_pending(live)
+                for cache in _caches_of[self._model]:
+                    cache._complete_pending(live)
 
             def write() -> None:
                 if not is_live:
-                    self._tracker.changed()
+                    for cache in _caches_of[self._model]:
+                        cache._tracker.changed()
                     state.arena.copy_to(live.counted_parameters)
                 write_buffers(live, state.arena)
                 self._tracker.add(state.key, live)
@@ -210,7 +219,7 @@ class StateCache:
             UnknownVersionError: it is not retained.
             StateInUseError: inside a visit.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("materialize")
             if version is None or self._store.get(version).is_pending:
                 self._complete_pending()
@@ -224,7 +233,7 @@ class StateCache:
         keep = {checked_key(version) for version in versions}
         if names := sorted(key for key in keep if isinstance(key, str)):
             raise InputError(f"retain({names}): names are kept until drop(); give integer versions only")
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._drop([version for version in self.versions if version not in keep])
 
     def drop(self, version: Key) -> None:
@@ -234,7 +243,7 @@ class StateCache:
             UnknownVersionError: it is not retained.
             StateInUseError: it is being visited.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._drop([self._store.get(version).key])
 
     @contextmanager
@@ -256,22 +265,26 @@ class StateCache:
             StateInUseError: inside another visit, from another thread during one, or under inference_mode.
             RankDisagreementError: ranks asked for different things, failed, did not arrive, or left differently.
         """
-        state, live, before = self._begin_visit(version)
-        has_failed = True
-        try:
-            self._swap.park(live, parameters=not self._tracker.is_live(state.key))
+        with HeldSignals() as signals, torch.no_grad():
+            state, live, before = self._begin_visit(version)
+            has_failed = True
             try:
-                self._swap.show(live, state.arena)
-                torch.clear_autocast_cache()
-                with torch.no_grad():
+                self._swap.park(live, parameters=not self._tracker.is_live(state.key, live))
+                try:
+                    self._swap.show(live, state.arena)
+                    torch.clear_autocast_cache()
+                    signals.is_open = True
                     yield self._model
-                has_failed = False
+                    signals.is_open = has_failed = False
+                finally:
+                    signals.is_open = False
+                    torch.clear_autocast_cache()
+                    self._swap.put_back(self._model, live, failed=has_failed)
             finally:
-                torch.clear_autocast_cache()
-                self._swap.put_back(self._model, live, failed=has_failed)
-        finally:
-            before.put_back()
-            self._visited = None
+                try:
+                    before.put_back()
+                finally:
+                    self._visited = None
         # A rank that left early would gather with peers that are still inside: mixed weights, in silence.
         self._agreement.compare(f"leave at({version!r})")
 
@@ -295,7 +308,7 @@ class StateCache:
         Raises:
             StateInUseError: inside a visit.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("tensors")
             live = self._look()
             self._complete_pending(live)
@@ -336,7 +349,7 @@ class StateCache:
             InputError: not a torch optimizer, or one that steps parameters which are not this model's.
             StateInUseError: inside a visit.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("watch")
             self._tracker.watch(optimizer, self._look(), self)
 
@@ -347,7 +360,7 @@ class StateCache:
             StateInUseError: inside a visit; or lazy snapshots were pending, whose values are gone with the edit:
                 they have been dropped. Call `materialize()` before editing.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("mark_live_changed")
             self._tracker.changed()
             lost = [state.key for state in self._store.pending]
@@ -364,7 +377,7 @@ class StateCache:
         Raises:
             StateInUseError: inside a visit, before the step changes anything.
         """
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("optimizer.step")
             self._complete_pending()
             self._tracker.begin_step()
@@ -381,13 +394,14 @@ class StateCache:
         """
         if self._is_closed:
             return
-        with self._lock:
+        with HeldSignals(), self._lock:
             self._refuse_if_busy("close")
             self._tracker.close()
             self._store.clear()
             self._swap.release()
             self._pool.trim()
             self._agreement.close()
+            _caches_of[self._model].discard(self)
             self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -401,9 +415,10 @@ class StateCache:
     def _refuse_if_busy(self, operation: str) -> None:
         if self._is_closed:
             raise StateInUseError(f"{operation} on a closed cache; build a new StateCache")
-        if self._visited is not None:
+        busy = next((cache for cache in _caches_of[self._model] if cache._visited is not None), None)
+        if busy is not None and busy._visited is not None:
             raise StateInUseError(
-                f"{operation} inside a visit to {self._visited.label} (by thread {self._visiting_thread!r}; now "
+                f"{operation} inside a visit to {busy._visited.label} (by thread {busy._visiting_thread!r}; now "
                 f"{threading.current_thread().name!r}): the live model does not hold its own weights there. "
                 "Leave the visit first; visits do not nest"
             )
@@ -426,6 +441,14 @@ class StateCache:
         if not self._store.pending:
             return
         live = live or self._look()
+        if (unwatched := self._tracker.unwatched(live)) is not None:
+            lost = [state.key for state in self._store.pending]
+            self._drop(lost)
+            raise StateInUseError(
+                f"parameter {unwatched!r} was replaced or made trainable, without a watched optimizer, while the lazy "
+                f"snapshots {lost} still waited to be copied: their values may be gone, and they were dropped. Call "
+                "materialize() before such a change"
+            )
         for state in self._store.pending:
             if state.layout.parameters != live.layout.parameters:  # buffers were copied when it was taken
                 state.layout.check(live.layout, state.label)

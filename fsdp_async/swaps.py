@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_async.arena import Arena, ArenaPlan, ArenaPool
 from fsdp_async.dtensor_io import BufferSlot, LiveState, capture, local_view, settle
 from fsdp_async.errors import StateMismatchError
+from fsdp_async.interrupts import HeldSignals
 
 T = TypeVar("T")
 
@@ -187,6 +188,12 @@ def uninterrupted(write: Callable[[], T]) -> T:
     Raises:
         BaseException: the first thing that was raised; `write` is complete, unless an error came twice.
     """
+    with HeldSignals():
+        return _repeated(write)
+
+
+def _repeated(write: Callable[[], T]) -> T:
+    # What no signal handler raises (a debugger, another thread) may still come in between.
     first: BaseException | None = None
     for _ in range(MAX_INTERRUPTS):
         try:

@@ -16,6 +16,7 @@ LEVELS = [
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
+    | {"interrupts"}
     | {"tasks", "rewards", "scoring", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
     | {"run_dir", "buckets", "shared_block"},
     {"modeling", "generation", "rollout", "rollout_hf", "engine_proxy", "engine_worker", "weight_sync"}
