@@ -4,10 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo demo-ranks test lint types unit bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/fsdp-async train experiment=demo run.overwrite=true
+
+demo-ranks: $(VENV)/.demo
+	$(BIN)/torchrun --nproc-per-node 2 -m fsdp_async.cli train experiment=demo run.output_dir=outputs/demo_ranks run.overwrite=true
 
 test: lint types unit
 

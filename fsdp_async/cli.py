@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from inspect import getdoc
@@ -19,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
+import torch.distributed as dist
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
@@ -214,7 +218,8 @@ class _View(Terminal):
     """The terminal, plus the moments between which a signal can stop the trainer."""
 
     def __init__(self, num_batches: int, signals: _Signals) -> None:
-        super().__init__(num_batches)
+        # Under torchrun rank 0 speaks for all.
+        super().__init__(num_batches, console=None if os.environ.get("RANK", "0") == "0" else Output(quiet=True))
         self._signals = signals
 
     def trainer_ready(self, trainer: AsyncTrainer) -> None:
@@ -226,7 +231,23 @@ class _View(Terminal):
         super().observe(event, step, values)
 
 
+def _end_with_launcher(stop_timeout_s: float) -> None:
+    """End this rank when torchrun, which started it, was killed and cannot say so."""
+    launcher = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2 * stop_timeout_s)
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
 def _train(config: Config) -> int:
+    if dist.is_torchelastic_launched():
+        _end_with_launcher(config.run.stop_timeout_s)
     with (
         _Signals(config.run.stop_timeout_s) as signals,
         _View(config.trainer.num_batches, signals) as view,

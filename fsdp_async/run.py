@@ -6,8 +6,8 @@ taken down in reverse order whatever happened. What is built is `assembly.py`'s 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_async.assembly import assemble, checked_task
 from fsdp_async.config import Config
-from fsdp_async.errors import ConfigError
+from fsdp_async.errors import ConfigError, FsdpAsyncError, RankFailedError
 from fsdp_async.lead import Lead
 from fsdp_async.modeling import build_model, ensure_process_group
 from fsdp_async.plan import cache_bytes, effective_plan
@@ -93,15 +93,30 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
             summary = lead.ask(resumption.summary)
         else:
             try:
-                trainer = assemble(config, lead, stack, resumption, files if lead.is_lead else None, view)
-                view.trainer_ready(trainer)
-                trainer.run()
+                with _ranks_named(lead):
+                    trainer = assemble(config, lead, stack, resumption, files if lead.is_lead else None, view)
+                    view.trainer_ready(trainer)
+                    trainer.run()
             finally:
                 if lead.is_lead:
                     summary = files.finish()
         if lead.is_lead:
             view.finished(summary, Path(config.run.output_dir) if files.are_kept else None)
         return summary
+
+
+@contextmanager
+def _ranks_named(lead: Lead) -> Iterator[None]:
+    """Say that a rank ended where gloo says that a connection did; it has no error of its own for that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if lead.num_ranks == 1 or isinstance(error, FsdpAsyncError) or "gloo" not in str(error):
+            raise
+        raise RankFailedError(
+            f"rank {lead.rank} lost another rank, which ended or cannot be reached ({str(error).splitlines()[0]}); "
+            "look at what that rank printed. The last checkpoint is whole: go on with run.resume=auto"
+        ) from error
 
 
 def _open(config: Config, view: View, files: RunFiles) -> Resumption | None:

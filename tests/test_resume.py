@@ -21,7 +21,7 @@ from fsdp_async.run import run_training
 SYNCHRONOUS = {"max_staleness": 0, "num_batches": 6, "eval_every": 3}
 
 
-def _config(directory, **sections):
+def small_config(directory, **sections):
     """A small run with a thread engine in `directory/run`."""
     base = {
         "run": {"output_dir": str(directory / "run")},
@@ -46,7 +46,7 @@ def _events(run):
     ]
 
 
-def _tensors(checkpoint):
+def checkpoint_tensors(checkpoint):
     """Every tensor of a checkpoint, by name."""
     reader = dcp.FileSystemReader(checkpoint / "tensors")
     metadata = reader.read_metadata().state_dict_metadata
@@ -62,7 +62,7 @@ def _tensors(checkpoint):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("resume") / "whole"
-    run_training(_config(directory, trainer=SYNCHRONOUS), Quiet())
+    run_training(small_config(directory, trainer=SYNCHRONOUS), Quiet())
     return directory / "run"
 
 
@@ -77,7 +77,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(uninterrupted):
     (run / "metrics.jsonl").write_text("".join(lines[:-3]) + lines[-3][:20])
     view = Quiet()
     summary = run_training(
-        _config(directory, trainer=SYNCHRONOUS, run={"resume": "auto", "output_dir": str(run)}), view
+        small_config(directory, trainer=SYNCHRONOUS, run={"resume": "auto", "output_dir": str(run)}), view
     )
     assert (
         view.lines[0]
@@ -88,7 +88,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(uninterrupted):
     assert _events(run) == _events(uninterrupted)
     steps = [event["step"] for event in _events(run) if event["event"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6]
-    expected, found = (_tensors(r / "checkpoints" / "step_000006") for r in (uninterrupted, run))
+    expected, found = (checkpoint_tensors(r / "checkpoints" / "step_000006") for r in (uninterrupted, run))
     assert len(expected) > 40
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -108,7 +108,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(uninterrupted):
 
 
 def test_versions_and_queue_of_an_asynchronous_run_come_back(tmp_path):
-    first = _config(tmp_path / "a", trainer={"num_batches": 8, "eval_every": 100})
+    first = small_config(tmp_path / "a", trainer={"num_batches": 8, "eval_every": 100})
     stopper = Quiet()
     stopper.observe = lambda event, step, values: (
         stopper.trainer.request_stop() if (event, step) == ("publication", 3) else None
@@ -119,7 +119,7 @@ def test_versions_and_queue_of_an_asynchronous_run_come_back(tmp_path):
     state = read_state(path)
     outstanding = state["queue"]["outstanding"]
     assert len(outstanding) == 6
-    again = _config(tmp_path / "a", trainer={"num_batches": 5, "eval_every": 100}, run={
+    again = small_config(tmp_path / "a", trainer={"num_batches": 5, "eval_every": 100}, run={
         "resume": str(tmp_path / "a" / "run"), "output_dir": str(tmp_path / "b" / "run")})  # fmt: skip
     summary = run_training(again, Quiet())
     records = [json.loads(line) for line in (tmp_path / "b" / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -178,13 +178,13 @@ def test_what_cannot_change_is_refused_with_the_reason_and_nothing_is_touched(un
     changed["trainer"] = SYNCHRONOUS | changed.get("trainer", {})
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match=message):
-        run_training(_config(uninterrupted.parent, **changed), Quiet())
+        run_training(small_config(uninterrupted.parent, **changed), Quiet())
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()} == before
 
 
 def test_what_may_change_takes_effect_and_is_shown(uninterrupted, tmp_path):
     run = tmp_path / "run"
-    config = _config(
+    config = small_config(
         tmp_path,
         trainer=SYNCHRONOUS | {"num_batches": 8},
         optim={"lr": 5e-4},
@@ -200,7 +200,7 @@ def test_what_may_change_takes_effect_and_is_shown(uninterrupted, tmp_path):
 
 def test_a_run_that_is_complete_has_nothing_to_do(uninterrupted):
     before = (uninterrupted / "metrics.jsonl").read_bytes()
-    config = _config(
+    config = small_config(
         uninterrupted.parent, trainer=SYNCHRONOUS, run={"resume": "auto", "output_dir": str(uninterrupted)}
     )
     summary = run_training(config, Quiet())
@@ -210,7 +210,7 @@ def test_a_run_that_is_complete_has_nothing_to_do(uninterrupted):
 
 
 def test_auto_starts_anew_where_there_is_no_checkpoint_and_keeps_what_was_there(tmp_path):
-    config = _config(tmp_path, trainer=SYNCHRONOUS | {"num_batches": 1}, run={
+    config = small_config(tmp_path, trainer=SYNCHRONOUS | {"num_batches": 1}, run={
         "resume": "auto", "output_dir": str(tmp_path / "run")}, checkpoint={"every": 0, "keep": 2})  # fmt: skip
     run_training(config, Quiet())
     (tmp_path / "run" / "mine").write_text("x")
@@ -223,7 +223,7 @@ def test_auto_starts_anew_where_there_is_no_checkpoint_and_keeps_what_was_there(
 @pytest.mark.parametrize("place", ["nowhere", "empty"])
 def test_a_place_without_a_checkpoint_is_refused_by_name(tmp_path, place):
     (tmp_path / "empty").mkdir()
-    config = _config(tmp_path, run={"resume": str(tmp_path / place), "output_dir": str(tmp_path / "run")})
+    config = small_config(tmp_path, run={"resume": str(tmp_path / place), "output_dir": str(tmp_path / "run")})
     with pytest.raises(CheckpointError, match=f"no whole checkpoint in .*{place}"):
         run_training(config, Quiet())
 
@@ -231,13 +231,13 @@ def test_a_place_without_a_checkpoint_is_refused_by_name(tmp_path, place):
 def test_another_runs_directory_is_not_written_to_by_a_run_that_resumes_from_elsewhere(uninterrupted, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    config = _config(tmp_path, run={"resume": str(uninterrupted), "output_dir": str(tmp_path / "run")})
+    config = small_config(tmp_path, run={"resume": str(uninterrupted), "output_dir": str(tmp_path / "run")})
     with pytest.raises(RunDirectoryError, match="not empty"):
         run_training(config, Quiet())
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path):
-    config = _config(tmp_path, trainer=SYNCHRONOUS | {"num_batches": 5}, checkpoint={"every": 1, "keep": 2})
+    config = small_config(tmp_path, trainer=SYNCHRONOUS | {"num_batches": 5}, checkpoint={"every": 1, "keep": 2})
     run_training(config, Quiet())
     names = [path.name for path in checkpoints_in(tmp_path / "run" / "checkpoints")]
     assert names == ["step_000004", "step_000005"]
