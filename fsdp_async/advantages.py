@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_async.checks import require_choice, require_type
 from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.metrics import Moments, Statistics
 
@@ -46,10 +47,9 @@ class AdvantageConfig:
     over: Baseline = "kept"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", get_args(AdvantageKind)), ("over", get_args(Baseline))):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"advantages.{name}={getattr(self, name)!r} is unknown; choose one of {allowed}")
-        if self.normalize_std not in (None, True, False):
+        require_choice("advantages.kind", self.kind, get_args(AdvantageKind))
+        require_choice("advantages.over", self.over, get_args(Baseline))
+        if not (self.normalize_std is None or isinstance(self.normalize_std, bool)):
             raise ConfigError(f"advantages.normalize_std={self.normalize_std!r} must be true, false or null")
         if self.kind == "leave_one_out" and self.normalize_std:
             raise ConfigError(
@@ -87,9 +87,13 @@ def compute_advantages(
         [B] float32; 0 on rejected rows.
 
     Raises:
-        InputError: shapes or dtypes do not fit.
+        InputError: types, shapes or dtypes do not fit.
         NonFiniteError: a counted reward is NaN or infinite.
     """
+    for name, value, needed in (
+        ("config", config, AdvantageConfig), ("rewards", rewards, Tensor), ("group_ids", group_ids, Tensor)
+    ):  # fmt: skip
+        require_type(name, value, needed)
     kept = torch.ones_like(group_ids, dtype=torch.bool) if row_kept is None else row_kept
     _check(rewards, group_ids, kept)
     counted = kept if config.over == "kept" else torch.ones_like(kept)

@@ -10,15 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
+from fsdp_async.checks import require_choice, require_flag, require_number
 from fsdp_async.correction_verl import translate_correction
 from fsdp_async.errors import ConfigError
 
 Factor = Literal["mismatch", "lag", "combined"]
 Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
 Statistic = Literal["ratio", "k2", "k3", "binary_kl", "tv"]
 RowAggregate = Literal["token", "sum", "mean", "max", "min"]
+Denominator = Literal["original", "kept"]
+NonFinite = Literal["raise", "mask", "unit"]
+
+LOG_CLAMP = 20.0
+"""Log weights are clamped to +-20 before they are exponentiated; how many were is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +36,28 @@ class Bounds:
         level: `token`: rho_t. `sequence`: W = prod_t rho_t on the whole row. `geometric`: exp(mean_t L_t) on the row.
         mode: `truncate` moves a weight to the nearest bound (Ionides 2008, truncated importance sampling); `mask`
             makes a weight outside the bounds 0.
-        lower, upper: ratios, 0 <= lower <= upper; None for no bound. Without any the weight is unbounded.
+        lower, upper: ratios, 0 <= lower <= upper; None for no bound. Without any the weight is unbounded; given ones
+            must exclude a weight, all of which lie in e^-20 to e^20.
     """
 
     level: Level = "token"
-    mode: Literal["truncate", "mask"] = "truncate"
+    mode: Mode = "truncate"
     lower: float | None = None
     upper: float | None = None
 
     def __post_init__(self) -> None:
+        require_choice("bounds.level", self.level, get_args(Level))
+        require_choice("bounds.mode", self.mode, get_args(Mode))
         _check_range("bounds", self.lower, self.upper)
         if self.mode == "mask" and self.lower is None and self.upper is None:
             raise ConfigError("bounds with mode='mask' and neither lower nor upper mask nothing; give a bound")
+        least, most = math.exp(-LOG_CLAMP), math.exp(LOG_CLAMP)
+        _refuse_idle_range("bounds", self.lower, self.upper, least, most)
+        if (self.lower is not None and self.lower > most) or (self.upper is not None and self.upper < least):
+            raise ConfigError(
+                f"bounds lower={self.lower}, upper={self.upper}: no weight is inside, since all lie in {least:.3g} to "
+                f"{most:.3g}; give bounds around 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +81,9 @@ class Rejection:
     upper: float | None = None
 
     def __post_init__(self) -> None:
+        require_choice("rejection.factor", self.factor, get_args(Factor))
+        require_choice("rejection.statistic", self.statistic, get_args(Statistic))
+        require_choice("rejection.aggregate", self.aggregate, get_args(RowAggregate))
         _check_range(f"rejection {self.name}", self.lower, self.upper)
         if self.lower is None and self.upper is None:
             raise ConfigError(f"rejection {self.name} has neither lower nor upper and rejects nothing; give a bound")
@@ -72,6 +92,8 @@ class Rejection:
                 f"rejection {self.name}: lower={self.lower} would reject the tokens on which both policies agree best; "
                 "only statistic='ratio' takes a lower bound"
             )
+        most = 1.0 if self.statistic == "tv" and self.aggregate != "sum" else math.inf
+        _refuse_idle_range(f"rejection {self.name}", self.lower, self.upper, 0.0, most)
 
     @property
     def name(self) -> str:
@@ -98,10 +120,14 @@ class CorrectionConfig:
     lag: Bounds | None = None
     rejections: tuple[Rejection, ...] = ()
     batch_normalize: bool = False
-    denominator: Literal["original", "kept"] = "original"
-    nonfinite: Literal["raise", "mask", "unit"] = "raise"
+    denominator: Denominator = "original"
+    nonfinite: NonFinite = "raise"
 
     def __post_init__(self) -> None:
+        require_choice("correction.denominator", self.denominator, get_args(Denominator))
+        require_choice("correction.nonfinite", self.nonfinite, get_args(NonFinite))
+        require_flag("correction.batch_normalize", self.batch_normalize)
+        self._check_parts()
         if self.combined is not None and (self.mismatch is not None or self.lag is not None):
             raise ConfigError(
                 "correction.combined with correction.mismatch or .lag: the combined ratio is their product and would "
@@ -116,6 +142,15 @@ class CorrectionConfig:
         names = [rejection.name for rejection in self.rejections]
         if len(set(names)) != len(names):
             raise ConfigError(f"correction.rejections name the same rule twice: {names}; give each one pair of bounds")
+
+    def _check_parts(self) -> None:
+        for name in ("combined", "mismatch", "lag"):
+            bounds = getattr(self, name)
+            if bounds is not None and not isinstance(bounds, Bounds):
+                raise ConfigError(f"correction.{name}={bounds!r} must be a Bounds, or None for no weight")
+        rules: object = self.rejections
+        if not isinstance(rules, list | tuple) or not all(isinstance(rule, Rejection) for rule in rules):
+            raise ConfigError(f"correction.rejections={rules!r} must be a tuple of Rejection")
 
     @property
     def can_reject(self) -> bool:
@@ -154,10 +189,21 @@ class CorrectionConfig:
 
 
 def _check_range(what: str, lower: float | None, upper: float | None) -> None:
-    for name, value in (("lower", lower), ("upper", upper)):
-        if value is not None and (math.isnan(value) or value < 0):
-            raise ConfigError(f"{what}: {name}={value} must be a number >= 0, or None for no bound")
+    if lower is not None:
+        require_number(f"{what}: lower", lower, lambda x: 0 <= x < math.inf, "a number >= 0, or None for no bound")
+    if upper is not None:
+        require_number(f"{what}: upper", upper, lambda x: x >= 0, "a number >= 0, or None for no bound")
     if lower is not None and upper is not None and lower > upper:
         raise ConfigError(f"{what}: lower={lower} is above upper={upper}; swap them")
     if upper == 0:
         raise ConfigError(f"{what}: upper=0 leaves nothing; give a positive bound")
+
+
+def _refuse_idle_range(what: str, lower: float | None, upper: float | None, least: float, most: float) -> None:
+    """Refuse bounds of which none excludes a value, where all values lie in `least` to `most`."""
+    given = lower is not None or upper is not None
+    if given and not (lower is not None and lower > least) and not (upper is not None and upper < most):
+        raise ConfigError(
+            f"{what}: lower={lower}, upper={upper} exclude nothing, since every value lies in {least:.3g} to "
+            f"{most:.3g}; give a bound inside, or leave both out"
+        )

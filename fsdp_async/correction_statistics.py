@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from fsdp_async.correction_config import Bounds, Factor, Level, RowAggregate, Statistic
+from fsdp_async.checks import unknown_choice
+from fsdp_async.correction_config import LOG_CLAMP, Bounds, Factor, Level, RowAggregate, Statistic
 from fsdp_async.metrics import Correlation, EffectiveSampleSize, Entry, Mean, Moments, Statistics, kl_k3
 
 # Squares of ratios stay inside float64 up to here.
 REPORT_CLAMP = 300.0
-LOG_CLAMP = 20.0
-"""Log weights are clamped to +-20 before they are exponentiated; how many were is reported."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,11 @@ class FactorView:
         if level == "token":
             return self.log_ratio
         total = self.log_ratio.sum(dim=1, keepdim=True)
-        return (total if level == "sequence" else total / self.num_valid).expand_as(self.log_ratio)
+        if level == "sequence":
+            return total.expand_as(self.log_ratio)
+        if level == "geometric":
+            return (total / self.num_valid).expand_as(self.log_ratio)
+        raise unknown_choice("level", level, get_args(Level))
 
     def statistic(self, statistic: Statistic, aggregate: RowAggregate) -> Tensor:
         """Value [B,T] that a rejection compares with its bounds; a row's value stands at every position of it."""
@@ -84,7 +88,9 @@ class FactorView:
             return kl_k3(log_ratio)
         if statistic == "tv":
             return (self.numerator.exp() - self.denominator.exp()).abs()
-        return binary_kl(self.numerator, self.denominator)
+        if statistic == "binary_kl":
+            return binary_kl(self.numerator, self.denominator)
+        raise unknown_choice("statistic", statistic, get_args(Statistic))
 
     def _over_row(self, values: Tensor, aggregate: RowAggregate) -> Tensor:
         if aggregate == "token":
@@ -94,7 +100,11 @@ class FactorView:
             rows = torch.where(self.valid, sign * values, -torch.inf).amax(dim=1, keepdim=True)
             return (sign * rows).expand_as(values)
         total = torch.where(self.valid, values, 0.0).sum(dim=1, keepdim=True)
-        return (total if aggregate == "sum" else total / self.num_valid).expand_as(values)
+        if aggregate == "sum":
+            return total.expand_as(values)
+        if aggregate == "mean":
+            return (total / self.num_valid).expand_as(values)
+        raise unknown_choice("aggregate", aggregate, get_args(RowAggregate))
 
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ Arguments = dict[str, Any]
 
 def translate_correction(mapping: Mapping[str, Any] | None) -> Arguments:
     """Arguments of `CorrectionConfig`, those of its bounds and rules as mappings; see `CorrectionConfig.from_verl`."""
-    mapping = mapping or {}
+    mapping = {} if mapping is None else mapping
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"from_verl takes a mapping of verl's keys, not {mapping!r}")
     for key in mapping:
         if key in ELSEWHERE:
             raise ConfigError(f"{key} is no correction: it chooses anchor and loss; set {ELSEWHERE[key]} instead")

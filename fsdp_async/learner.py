@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fsdp_async.advantages import AdvantageConfig, compute_advantages
 from fsdp_async.batching import micro_batches
 from fsdp_async.behaviour import agreed_max, agreed_sum, behaviour_log_probs, dummy_row, forward_rows, log_probs_at
+from fsdp_async.checks import require_choice
 from fsdp_async.is_correction import Correction, CorrectionConfig, compute_correction
 from fsdp_async.losses import LossConfig
 from fsdp_async.metrics import Statistics
@@ -46,6 +47,9 @@ class Objective:
     micro_batch_tokens: int | None = None
     max_grad_norm: float = 1.0
     skip_zero_variance: bool = True
+
+    def __post_init__(self) -> None:
+        require_choice("anchor", self.anchor, get_args(Anchor))
 
     @property
     def weights_inside_loss(self) -> bool:

@@ -6,10 +6,11 @@ It promises that every option acts: one that the chosen loss cannot honour is re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
+from fsdp_async.checks import require_choice, require_number
 from fsdp_async.errors import ConfigError
 
 LossKind = Literal["ppo_clip", "reinforce"]
@@ -48,16 +49,14 @@ class LossConfig:
     aggregate: Aggregate = "token-mean"
 
     def __post_init__(self) -> None:
-        _require_choice("loss.kind", self.kind, get_args(LossKind))
-        _require_choice("loss.aggregate", self.aggregate, get_args(Aggregate))
-        _require_number("loss.clip_low", self.clip_low, lambda x: 0 < x <= 1, "in (0, 1]")
-        _require_number("loss.clip_high", self.clip_high, lambda x: x > 0, "above 0")
+        require_choice("loss.kind", self.kind, get_args(LossKind))
+        require_choice("loss.aggregate", self.aggregate, get_args(Aggregate))
+        require_number("loss.clip_low", self.clip_low, lambda x: 0 < x <= 1, "in (0, 1]")
+        require_number("loss.clip_high", self.clip_high, lambda x: x > 0, "above 0")
         if self.dual_clip is not None:
-            _require_number("loss.dual_clip", self.dual_clip, lambda x: 1 < x < math.inf, "finite and above 1")
+            require_number("loss.dual_clip", self.dual_clip, lambda x: 1 < x < math.inf, "finite and above 1")
         if self.norm_length is not None:
-            _require_number(
-                "loss.norm_length", self.norm_length, lambda x: x >= 1 and x % 1 == 0, "a whole number >= 1"
-            )
+            require_number("loss.norm_length", self.norm_length, lambda x: x >= 1 and x % 1 == 0, "a whole number >= 1")
         self._refuse_inert()
 
     def _refuse_inert(self) -> None:
@@ -75,8 +74,8 @@ class LossConfig:
             )
 
     @classmethod
-    def from_verl(cls, mapping: Mapping[str, Any]) -> Self:
-        """Translate verl's actor settings.
+    def from_verl(cls, mapping: Mapping[str, Any] | None) -> Self:
+        """Translate verl's actor settings; None or {} is verl's default loss.
 
         Args:
             mapping: any of `loss_mode`, `loss_agg_mode`, `clip_ratio_low`, `clip_ratio_high`, `clip_ratio_c`. A missing
@@ -85,25 +84,18 @@ class LossConfig:
         Raises:
             ConfigError: an unknown key or loss, or a value that `LossConfig` refuses.
         """
+        mapping = {} if mapping is None else mapping
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(f"from_verl takes a mapping of verl's keys, not {mapping!r}")
         known = ("loss_mode", "loss_agg_mode", *_VERL_VANILLA)
         unknown = sorted(set(mapping) - set(known), key=str)
         if unknown:
             raise ConfigError(f"from_verl does not know {unknown}; it translates {known}: remove what is not a loss")
-        _require_choice("loss_mode", mapping.get("loss_mode", "vanilla"), ("vanilla",))
+        require_choice("loss_mode", mapping.get("loss_mode", "vanilla"), ("vanilla",))
         aggregate_mode = mapping.get("loss_agg_mode", "token-mean")
-        _require_choice("loss_agg_mode", aggregate_mode, get_args(Aggregate))
+        require_choice("loss_agg_mode", aggregate_mode, get_args(Aggregate))
         numbers = {}
         for theirs, (ours, default) in _VERL_VANILLA.items():
             numbers[ours] = mapping.get(theirs, default)
-            _require_number(theirs, numbers[ours], lambda x: not math.isnan(x), "a number")
+            require_number(theirs, numbers[ours], lambda x: not math.isnan(x), "a number")
         return cls(kind="ppo_clip", aggregate=aggregate_mode, **numbers)
-
-
-def _require_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name}={value!r} is unknown; choose one of {allowed}")
-
-
-def _require_number(name: str, value: object, holds: Callable[[float], bool], allowed: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
-        raise ConfigError(f"{name}={value!r} must be {allowed}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from fsdp_async.checks import require_choice, require_flag
 from fsdp_async.errors import ConfigError
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.types import TrainBatch
 
+Schedule = Literal["constant", "linear", "cosine"]
 MAX_SIZE = 1 << 20
 MAX_LAYERS = 10_000
 """Beyond any model there is: a slip of the keyboard, which would only be noticed when memory ends."""
@@ -49,6 +51,7 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be in 1..{MAX_SIZE:,}")
         if self.num_layers > MAX_LAYERS:
             raise ConfigError(f"model.num_layers={self.num_layers}: must be at most {MAX_LAYERS:,}")
+        require_flag("model.tie_embeddings", self.tie_embeddings)
         if self.head_dim % 2:
             raise ConfigError(f"model.head_dim={self.head_dim}: rotary embeddings need an even number")
         if self.num_heads % self.num_kv_heads:
@@ -74,9 +77,10 @@ class OptimConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Schedule = "constant"
 
     def __post_init__(self) -> None:
+        require_choice("optim.schedule", self.schedule, get_args(Schedule))
         if not 0 < self.lr <= 1:
             raise ConfigError(
                 f"optim.lr={self.lr}: must be above 0 and at most 1; Adam moves every weight by about lr a step"

@@ -11,9 +11,10 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from fsdp_async.backends import resolve_backend
+from fsdp_async.checks import require_choice
 from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.scoring import Limits, ProcessReward, TextSource
 from fsdp_async.types import Prompt, Response, ResponseGroup
@@ -45,6 +46,7 @@ class RewardConfig:
     timeout_s: float = 5.0
 
     def __post_init__(self) -> None:
+        require_choice("rewards.kind", self.kind, get_args(RewardKind))
         if not 0 < self.timeout_s < math.inf:
             raise ConfigError(f"rewards.timeout_s={self.timeout_s}: must be above 0 and finite")
         if self.max_failures < 0:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from fsdp_async.buckets import WeightBucket
+from fsdp_async.checks import require_choice, require_flag, require_number, require_whole
 from fsdp_async.errors import ConfigError
 from fsdp_async.types import GroupKey, PartialGroup, Prompt, ResponseGroup
 
+EngineKind = Literal["process", "thread"]
 MIN_TEMPERATURE = 1e-3
 MIN_BUCKET_BYTES = 1 << 16
 
@@ -28,6 +30,16 @@ class SamplingParams:
     temperature: float
     eos_token_id: int
     pad_token_id: int
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_samples", 1), ("max_response_tokens", 1), ("eos_token_id", 0), ("pad_token_id", 0)):
+            require_whole(f"sampling: {name}", getattr(self, name), least)
+        require_number(
+            "sampling: temperature",
+            self.temperature,
+            lambda x: MIN_TEMPERATURE <= x < math.inf,
+            f"at least {MIN_TEMPERATURE} and finite; greedy responses have no log-prob ratio",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +55,7 @@ class RolloutConfig:
     issued again. `record_weights` has the engine write what it received to `engine_weights/` of the run.
     """
 
-    engine: Literal["process", "thread"] = "process"
+    engine: EngineKind = "process"
     temperature: float = 1.0
     top_p: float = 1.0
     max_response_tokens: int = 8
@@ -58,6 +70,9 @@ class RolloutConfig:
     record_weights: bool = False
 
     def __post_init__(self) -> None:
+        require_choice("rollout.engine", self.engine, get_args(EngineKind))
+        for name in ("interrupt", "record_weights", *(["partial"] if self.partial is not None else [])):
+            require_flag(f"rollout.{name}", getattr(self, name))
         if not MIN_TEMPERATURE <= self.temperature < math.inf:
             raise ConfigError(
                 f"rollout.temperature={self.temperature}: must be at least {MIN_TEMPERATURE} and finite; greedy "

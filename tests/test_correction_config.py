@@ -6,6 +6,7 @@ import pytest
 
 from fsdp_async.correction_config import Bounds, CorrectionConfig, Rejection
 from fsdp_async.errors import ConfigError
+from fsdp_async.loss_config import LossConfig
 
 TIS = Bounds(upper=2.0)
 
@@ -18,6 +19,23 @@ TIS = Bounds(upper=2.0)
         (lambda: Bounds(lower=-0.5), r"lower=-0\.5 must be a number >= 0"),
         (lambda: Bounds(upper=0.0), "upper=0 leaves nothing"),
         (lambda: Bounds(mode="mask"), "mask nothing"),
+        (lambda: Bounds(lower=0.0), r"lower=0\.0, upper=None exclude nothing"),
+        (lambda: Bounds(upper=math.inf), "lower=None, upper=inf exclude nothing"),
+        (lambda: Bounds(lower=0.0, upper=math.inf), "exclude nothing"),
+        (lambda: Bounds(mode="mask", lower=0), "lower=0, upper=None exclude nothing"),
+        (lambda: Bounds(mode="mask", upper=math.inf), "lower=None, upper=inf exclude nothing"),
+        # Log weights are clamped to +-20 before they meet a bound.
+        (lambda: Bounds(upper=5e8), r"exclude nothing, since every value lies in 2\.06e-09 to 4\.85e\+08"),
+        (lambda: Bounds(mode="mask", lower=1e9), "no weight is inside"),
+        (lambda: Bounds(mode="mask", upper=1e-9), "no weight is inside"),
+        (lambda: Bounds(lower=math.inf), "lower=inf must be a number >= 0"),
+        (lambda: Bounds(upper=True), "upper=True must be a number >= 0"),
+        (lambda: Bounds(upper="2"), "upper='2' must be a number >= 0"),
+        (lambda: Rejection(lower=0), "lower=0, upper=None exclude nothing"),
+        (lambda: Rejection(upper=math.inf), "lower=None, upper=inf exclude nothing"),
+        (lambda: Rejection(statistic="k3", upper=math.inf), "upper=inf exclude nothing"),
+        (lambda: Rejection(statistic="tv", upper=1), "upper=1 exclude nothing, since every value lies in 0 to 1"),
+        (lambda: Rejection(statistic="k3", upper="1"), "upper='1' must be a number >= 0"),
         (lambda: Rejection(), "mismatch_token_ratio has neither lower nor upper"),
         (lambda: Rejection(statistic="k3", aggregate="mean", lower=0.1), "only statistic='ratio' takes a lower bound"),
         (lambda: CorrectionConfig(combined=TIS, mismatch=TIS), "choose one"),
@@ -30,6 +48,51 @@ TIS = Bounds(upper=2.0)
 def test_what_could_not_act_is_refused_by_name(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
+
+
+@pytest.mark.parametrize("build", [
+    lambda: Bounds(lower=0.0, upper=2.0),
+    lambda: Bounds(lower=0.5, upper=math.inf),
+    lambda: Rejection(statistic="tv", aggregate="sum", upper=1.0),
+    lambda: Rejection(lower=0.5, upper=math.inf),
+])  # fmt: skip
+def test_a_range_that_excludes_something_is_taken_however_it_is_written(build):
+    build()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: Bounds(mode="clip", upper=2.0),
+            r"bounds\.mode='clip' is unknown; choose one of \('truncate', 'mask'\)",
+        ),
+        (lambda: Bounds(level="seq"), r"bounds\.level='seq' is unknown"),
+        (lambda: Bounds(level=None), r"bounds\.level=None is unknown"),
+        (lambda: Rejection(factor="x", upper=2.0), r"rejection\.factor='x' is unknown"),
+        (lambda: Rejection(statistic="k1", upper=2.0), r"rejection\.statistic='k1' is unknown"),
+        (lambda: Rejection(aggregate="avg", upper=2.0), r"rejection\.aggregate='avg' is unknown"),
+        (lambda: CorrectionConfig(nonfinite="Raise"), r"correction\.nonfinite='Raise' is unknown"),
+        (lambda: CorrectionConfig(denominator="kep"), r"correction\.denominator='kep' is unknown"),
+        (
+            lambda: CorrectionConfig(combined=TIS, batch_normalize="yes"),
+            r"correction\.batch_normalize='yes' must be true or false",
+        ),
+        (lambda: CorrectionConfig(combined={"upper": 2.0}), r"correction\.combined=\{'upper': 2\.0\} must be a Bounds"),
+        (lambda: CorrectionConfig(rejections=Rejection(upper=2.0)), "must be a tuple of Rejection"),
+        (lambda: CorrectionConfig(rejections=({"upper": 2.0},)), "must be a tuple of Rejection"),
+    ],
+)
+def test_a_word_or_part_that_does_not_exist_is_refused_and_takes_no_branch(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("mapping", [[], "rollout_is: token", [("rollout_is", "token")]])
+def test_verl_settings_are_a_mapping(mapping):
+    for read in (CorrectionConfig.from_verl, LossConfig.from_verl):
+        with pytest.raises(ConfigError, match="from_verl takes a mapping of verl's keys, not"):
+            read(mapping)
 
 
 def test_a_config_knows_the_factors_that_it_asks_for():

@@ -134,10 +134,10 @@ def test_levels_agree_on_responses_of_one_token():
     assert torch.equal(token, geometric)
 
 
-def test_infinite_bounds_are_no_bounds():
-    free = _weights(PI, MU, combined=Bounds())
-    assert torch.equal(_weights(PI, MU, combined=Bounds(lower=0.0, upper=math.inf)), free)
-    assert torch.equal(_weights(PI, MU, combined=Bounds(mode="mask", lower=0.0, upper=math.inf)), free)
+def test_an_infinite_upper_bound_is_none():
+    lower = _weights(PI, MU, combined=Bounds(lower=0.9))
+    assert (lower >= 0.9).all()
+    assert torch.equal(_weights(PI, MU, combined=Bounds(lower=0.9, upper=math.inf)), lower)
 
 
 def test_with_the_engine_as_anchor_decoupled_is_plain_ppo():

@@ -11,7 +11,7 @@ import fsdp_async
 
 PACKAGE = Path(fsdp_async.__file__).parent
 LEVELS = [
-    {"types", "errors", "timeline"},
+    {"types", "errors", "checks", "timeline"},
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files"}
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
