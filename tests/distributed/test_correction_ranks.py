@@ -8,6 +8,7 @@ import torch.distributed as dist
 from harness import run_distributed
 
 from fsdp_async.correction_config import Bounds, CorrectionConfig, Rejection
+from fsdp_async.errors import FsdpAsyncError
 from fsdp_async.is_correction import compute_correction
 
 CONFIGS = {
@@ -17,6 +18,7 @@ CONFIGS = {
         rejections=(Rejection(factor="lag", statistic="k3", aggregate="mean", upper=0.5),),
         batch_normalize=True,
     ),
+    "combined": CorrectionConfig(combined=Bounds(), batch_normalize=True),
 }
 
 
@@ -60,3 +62,32 @@ def test_every_rank_gets_the_weights_and_numbers_of_the_whole_batch(world_size):
             torch.testing.assert_close(torch.from_numpy(weights), whole.weights[rows], rtol=1e-12, atol=0)
             assert torch.equal(torch.from_numpy(kept), whole.kept_mask[rows])
             assert metrics == pytest.approx(whole.metrics(), rel=1e-9, abs=1e-12)
+
+
+def _refused_on_rank(rank, world_size, bad):
+    """What each rank sees when the first one alone is given `bad`, and whether the next collective is in step."""
+    old = torch.full((1, 2), -1.0)
+    mu = torch.tensor([[bad if rank == 0 else -1.5, -1.0]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    try:
+        compute_correction(old, mu, mask, CONFIGS["combined"], process_group=dist.group.WORLD)
+    except FsdpAsyncError as error:
+        caught = type(error).__name__, str(error)
+    mine = torch.tensor([float(rank + 1)])
+    dist.all_reduce(mine)
+    return caught, mine.item()
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "there", "elsewhere"),
+    [
+        (float("nan"), "NonFiniteError", "the first at row 0, position 0", "not finite on 1 other ranks"),
+        (0.5, "InputError", "rollout_log_prob is up to 0.5", "1 other ranks refused their inputs"),
+    ],
+)
+def test_what_one_rank_refuses_is_an_error_on_all_and_leaves_no_rank_in_a_collective(bad, kind, there, elsewhere):
+    results = run_distributed(_refused_on_rank, 2, bad)
+    assert [caught[0] for caught, _ in results] == [kind, kind]
+    assert there in results[0][0][1]
+    assert elsewhere in results[1][0][1]
+    assert [total for _, total in results] == [3.0, 3.0]
