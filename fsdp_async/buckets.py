@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_async.errors import StateMismatchError
+from fsdp_async.checks import require_whole
+from fsdp_async.errors import InputError, StateMismatchError, UnsupportedModelError
 
 ALIGNMENT = 64
 
@@ -57,7 +58,12 @@ class Piece:
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Piece]:
-    """Cut named tensors into pieces of at most `bucket_bytes`, in order; holds one piece's tensors at a time."""
+    """Cut named tensors into pieces of at most `bucket_bytes`, in order; holds one piece's tensors at a time.
+
+    Raises:
+        InputError: `bucket_bytes` is no integer of at least 1.
+    """
+    require_whole("bucket_bytes", bucket_bytes, 1, InputError)
     piece = Piece([])
     for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
@@ -79,30 +85,62 @@ def pack(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[P
 
 
 class WeightReceiver:
-    """Copies buckets into `model`, by the names of its `state_dict`."""
+    """Copies buckets into `model`, by the names of its `state_dict`.
+
+    A tensor that is not laid out as it is published (transposed, sliced, lazily conjugated) is written once all of it
+    has arrived. A publication that broke off is forgotten when the next one begins.
+
+    Raises:
+        UnsupportedModelError: elements of a tensor share memory, so that it cannot hold what is published.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._targets: dict[str, Tensor] = dict(model.state_dict())
+        for name, target in self._targets.items():
+            _refuse_overlap(name, target)
         self._arrived: dict[str, int] = {}
+        self._staged: dict[str, Tensor] = {}
+        self._next: tuple[int, int] | None = None
+        """(version, index) of the bucket that goes on with what has begun."""
 
     def take(self, bucket: WeightBucket, memory: Tensor) -> None:
         """Copy one bucket out of `memory` (uint8).
 
         Raises:
-            StateMismatchError: a name that the model lacks or of another shape or dtype (nothing of the bucket is
-                copied), or, with the last bucket, names that never came.
+            StateMismatchError: a bucket out of order, a name that the model lacks or of another shape or dtype (nothing
+                of the bucket is copied), or, with the last bucket, names that never came.
         """
+        if bucket.index and (bucket.version, bucket.index) != self._next:
+            raise StateMismatchError(
+                f"bucket {bucket.index} of version {bucket.version} came where (version, bucket) {self._next} was to "
+                "follow; publish a version from its first bucket on, each bucket once"
+            )
         for entry in bucket.entries:
             self._check(entry, bucket.version)
-        for entry in bucket.entries:
-            size = entry.stop - entry.start
-            _bytes(self._targets[entry.name])[entry.start : entry.stop].copy_(
-                memory[entry.offset : entry.offset + size]
-            )
-            self._arrived[entry.name] = self._arrived.get(entry.name, 0) + size
-        if bucket.is_last:
-            self._check_complete(bucket.version)
+        if bucket.index == 0:
             self._arrived.clear()
+            self._staged.clear()
+        self._next = (bucket.version, bucket.index + 1)
+        for entry in bucket.entries:
+            self._write(entry, memory[entry.offset : entry.offset + entry.stop - entry.start])
+        if bucket.is_last:
+            self._next = None
+            self._check_complete(bucket.version)
+
+    def _write(self, entry: BucketEntry, piece: Tensor) -> None:
+        target = self._targets[entry.name]
+        self._arrived[entry.name] = self._arrived.get(entry.name, 0) + len(piece)
+        if _is_plain(target):
+            _bytes(target)[entry.start : entry.stop].copy_(piece)
+            return
+        staged = self._staged.get(entry.name)
+        if staged is None:
+            staged = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            self._staged[entry.name] = staged
+        _bytes(staged)[entry.start : entry.stop].copy_(piece)
+        if self._arrived[entry.name] == target.numel() * target.element_size():
+            with torch.no_grad():
+                target.copy_(self._staged.pop(entry.name))
 
     def _check(self, entry: BucketEntry, version: int) -> None:
         target = self._targets.get(entry.name)
@@ -130,8 +168,26 @@ class WeightReceiver:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as uint8."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    """The values of a tensor as uint8: its memory if it is plain, else a copy in order."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _refuse_overlap(name: str, tensor: Tensor) -> None:
+    """Sorted by stride, every step must pass over all that the smaller steps reach."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return
+    reached = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reached:
+            raise UnsupportedModelError(
+                f"{name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}: some of its elements share "
+                "memory, so it cannot hold weights that are published; clone it before the engine gets the model"
+            )
+        reached += stride * (size - 1)
 
 
 def _identity(tensor: Tensor) -> Any:

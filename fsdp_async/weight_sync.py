@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_async.buckets import WeightBucket, pack
+from fsdp_async.checks import require_whole
 from fsdp_async.errors import EngineTimeoutError, InputError
 from fsdp_async.rollout import RolloutEngine
 from fsdp_async.shared_block import SharedBlock
@@ -36,6 +37,7 @@ class WeightPublisher(Protocol):
         chunks of work. A tied tensor comes once.
 
         Raises:
+            InputError: no tensor, no version (an integer >= 0), or the publisher is closed.
             EngineTimeoutError: an engine did not take an earlier bucket in time; names version, bucket and engine.
         """
         ...
@@ -118,17 +120,22 @@ class BucketPublisher:
         timeout_s: float,
         waiting: Waiting = nullcontext,
     ) -> None:
+        require_whole("bucket_bytes", bucket_bytes, 1, InputError)
         self._engines = list(engines)
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._waiting = waiting
         self._slots = [_InUse() for _ in range(NUM_SLOTS)]
         self._next = 0
+        self._closed = False
 
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], *, only: RolloutEngine | None = None
     ) -> None:
         """See `WeightPublisher.publish`."""
+        if self._closed:
+            raise InputError(f"version {version} published after close(); make a new publisher")
+        require_whole("version", version, 0, InputError)
         engines = self._engines if only is None else [only]
         pending: WeightBucket | None = None
         for index, piece in enumerate(pack(tensors, self._bucket_bytes)):
@@ -155,6 +162,7 @@ class BucketPublisher:
 
     def close(self) -> None:
         """Free the slots."""
+        self._closed = True
         for used in self._slots:
             if used.slot is not None:
                 used.slot.free()

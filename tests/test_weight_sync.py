@@ -142,3 +142,21 @@ def test_a_publication_of_nothing_is_refused():
 def test_shared_memory_that_is_not_there_is_refused_before_it_is_touched():
     with pytest.raises(OutputError, match=r"lower rollout\.bucket_bytes"):
         SharedBlock(1 << 60)
+
+
+@pytest.mark.parametrize("publisher_type", PUBLISHERS)
+def test_what_is_no_publication_is_refused_before_an_engine_hears_of_it(publisher_type):
+    engine = FakeEngine()
+    for size in (0, -1, 64.5, None):
+        with pytest.raises(InputError, match="bucket_bytes="):
+            publisher_type([engine], bucket_bytes=size, timeout_s=1)
+    publisher = publisher_type([engine], bucket_bytes=5000, timeout_s=1)
+    for version in (-1, None, "a", 1.0):
+        with pytest.raises(InputError, match=r"version=.* must be an integer of at least 0"):
+            publisher.publish(version, full_tensors(tiny_model()))
+    publisher.close()
+    with pytest.raises(InputError, match=r"version 3 published after close\(\)"):
+        publisher.publish(3, full_tensors(tiny_model()))
+    publisher.close()
+    assert engine.buckets == []
+    assert not blocks_of()
