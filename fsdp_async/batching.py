@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fsdp_async.checks import require_whole
 from fsdp_async.errors import ConfigError, InputError
 from fsdp_async.types import Prompt, Response, ResponseGroup, TrainBatch
 
@@ -18,8 +19,9 @@ def collate(groups: Sequence[ResponseGroup], *, pad_token_id: int) -> TrainBatch
     """Pad scored groups into one batch; row order is group order, `group_ids` count from 0.
 
     Raises:
-        InputError: no groups, no tokens at all, or a response without a reward.
+        InputError: no groups, no tokens at all, a response without a reward, or a padding token that is none.
     """
+    require_whole("pad_token_id", pad_token_id, 0, InputError)
     rows = [(index, group.prompt, response) for index, group in enumerate(groups) for response in group.responses]
     if not rows:
         raise InputError("collate needs at least one response; got no groups, or groups without responses")

@@ -6,7 +6,9 @@ for the branch that happens to come last. A message names the value and what is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 
 from fsdp_async.errors import ConfigError, FsdpAsyncError, InputError
 
@@ -61,6 +63,11 @@ def require_whole(
 def is_whole(value: object, least: int) -> bool:
     """Whether `value` is an integer (not a bool) of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_finite(value: object) -> bool:
+    """Whether `value` is a real number, neither NaN nor infinite."""
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 def only_of(values: Iterable[object], *kinds: type) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fsdp_async.checks import is_finite, is_whole, only_of
 from fsdp_async.errors import InputError
 
 FinishReason = Literal["stop", "length", "aborted"]
@@ -30,8 +31,9 @@ class VersionSpan:
     stop: int
 
     def __post_init__(self) -> None:
-        if self.version < 0 or not 0 <= self.start < self.stop:
-            raise InputError(f"{self} is no span: needs version >= 0 and 0 <= start < stop")
+        whole = is_whole(self.version, 0) and is_whole(self.start, 0) and is_whole(self.stop, 1)
+        if not whole or self.start >= self.stop:
+            raise InputError(f"{self} is no span: needs integers, version >= 0 and 0 <= start < stop")
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Prompt:
     epoch: int = 0
 
     def __post_init__(self) -> None:
+        _freeze(self, "token_ids")
         if not self.token_ids:
             raise InputError(f"prompt {self.prompt_id!r} has no tokens; a policy needs at least one to condition on")
+        _refuse_no_ids(f"prompt {self.prompt_id!r}", self.token_ids)
 
     @property
     def key(self) -> GroupKey:
@@ -59,7 +63,8 @@ class Response:
     """What was sampled for a prompt once; a sample.
 
     `rollout_log_prob[t]` is the engine's log-prob of `token_ids[t]` (nats, temperature applied);
-    `response_mask[t]` is True where the policy sampled the token. The spans tile the response.
+    `response_mask[t]` is True where the policy sampled the token. The spans tile the response. Sequences
+    of any kind are kept as tuples, of plain Python numbers.
     """
 
     prompt_id: str
@@ -75,16 +80,31 @@ class Response:
 
     def __post_init__(self) -> None:
         where = f"response {self.prompt_id!r}[{self.sample_index}]"
+        _freeze(self, "token_ids", "rollout_log_prob", "response_mask", "version_spans")
         lengths = {"token_ids": len(self.token_ids), "rollout_log_prob": len(self.rollout_log_prob),
                    "response_mask": len(self.response_mask)}  # fmt: skip
         if len(set(lengths.values())) != 1:
             raise InputError(f"{where}: lengths differ: {lengths}; all three describe the same tokens")
         if self.finish_reason not in get_args(FinishReason):
             raise InputError(f"{where}: finish_reason {self.finish_reason!r} is none of {get_args(FinishReason)}")
+        _refuse_no_ids(where, self.token_ids)
+        self._check_numbers(where)
         edges = [0, *(span.stop for span in self.version_spans)]
         starts = [span.start for span in self.version_spans]
         if starts != edges[:-1] or edges[-1] != len(self.token_ids):
             raise InputError(f"{where}: version_spans {self.version_spans} do not tile {len(self.token_ids)} tokens")
+
+    def _check_numbers(self, where: str) -> None:
+        if not is_whole(self.sample_index, 0):
+            raise InputError(f"{where}: sample_index must be an integer of at least 0")
+        if not only_of(self.response_mask, bool):
+            raise InputError(f"{where}: response_mask must hold True and False only; pass bool(x) for each")
+        if not only_of(self.rollout_log_prob, float, int):
+            raise InputError(f"{where}: rollout_log_prob must hold plain numbers; pass tensor.tolist()")
+        if not is_finite(self.temperature) or self.temperature <= 0:
+            raise InputError(f"{where}: temperature={self.temperature!r} must be above 0 and finite")
+        if self.reward is not None and not is_finite(self.reward):
+            raise InputError(f"{where}: reward={self.reward!r} must be a finite number, or None before it is scored")
 
     def with_reward(self, reward: float) -> Response:
         """The same response, scored."""
@@ -152,6 +172,26 @@ class TrainBatch:
         return sorted(set(self.versions[self.response_mask].tolist()))
 
     def rows(self, index: Tensor | Sequence[int]) -> TrainBatch:
-        """The batch restricted to the rows in `index` (int64 [b], in that order)."""
-        where = torch.as_tensor(index, dtype=torch.int64, device=self.input_ids.device)
+        """The batch restricted to the rows in `index` (integers [b], in that order).
+
+        Raises:
+            InputError: an index that is no integer; True and False would select rows 1 and 0.
+        """
+        where = torch.as_tensor(index, device=self.input_ids.device)
+        if where.dim() != 1 or (where.numel() and (where.dtype == torch.bool or where.is_floating_point())):
+            raise InputError(
+                f"rows are selected by integers [b], not by {where.dtype} {list(where.shape)}; of a mask pass "
+                "mask.nonzero().squeeze(1)"
+            )
+        where = where.to(torch.int64)
         return TrainBatch(**{f.name: getattr(self, f.name)[where] for f in fields(self)})
+
+
+def _freeze(noun: Prompt | Response, *names: str) -> None:
+    for name in names:
+        object.__setattr__(noun, name, tuple(getattr(noun, name)))
+
+
+def _refuse_no_ids(where: str, token_ids: tuple[int, ...]) -> None:
+    if not only_of(token_ids, int) or min(token_ids, default=0) < 0:
+        raise InputError(f"{where}: token_ids must be plain integers of at least 0; pass tensor.tolist()")

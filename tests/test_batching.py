@@ -39,6 +39,12 @@ def test_a_batch_of_nothing_is_refused():
         collate([], pad_token_id=0)
 
 
+@pytest.mark.parametrize("pad", [None, -1, 0.0])
+def test_a_padding_token_that_is_none_is_refused(pad):
+    with pytest.raises(InputError, match=r"pad_token_id=.* must be an integer of at least 0"):
+        collate([group("a", [5], [response("a", 3, [7])])], pad_token_id=pad)
+
+
 def test_micro_batches_cover_all_rows_in_order_within_the_budget():
     batch = random_batch(num_groups=5, group_size=1)
     width = batch.input_ids.shape[1]
