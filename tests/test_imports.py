@@ -18,7 +18,7 @@ LEVELS = [
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
     | {"interrupts"}
     | {"tasks", "rewards", "scoring", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
-    | {"run_dir", "buckets", "shared_block"},
+    | {"queue_state", "run_dir", "buckets", "shared_block"},
     {"modeling", "generation", "rollout", "rollout_hf", "engine_proxy", "engine_worker", "weight_sync"}
     | {"warm_start", "evaluation", "behaviour", "mini_batch", "update_report", "learner", "canary"}
     | {"factors", "feed"},

@@ -177,7 +177,7 @@ def test_a_given_up_group_cannot_be_ordered_again_while_its_answer_may_still_com
     assert (queue.ledger.num_late, queue.ledger.queued) == (2, 2)
 
 
-@pytest.mark.parametrize("size", [-1, 0, 3])
+@pytest.mark.parametrize("size", [-1, 0, 3, 1.5, True])
 def test_asking_for_no_batch_is_refused_and_counts_none(size):
     queue = _queue()
     for ask in (queue.ready, queue.take):
@@ -287,9 +287,165 @@ def test_state_whose_counts_do_not_fit_its_groups_is_refused_and_changes_nothing
     first.submit(_prompts("a", "b"), 2, 0)
     state = first.state_dict()
     state["outstanding"].pop()
-    with pytest.raises(FsdpAsyncError, match="submitted != produced"):
+    with pytest.raises(InputError, match="submitted != produced"):
         second.load_state_dict(state)
     assert second.ledger == Ledger()
+
+
+def _saved():
+    """The plain state of a queue with every part filled: in flight, queued, given up, dropped, consumed."""
+    queue = _queue(capacity=6, max_staleness=2)
+    queue.submit(_prompts("taken", "also taken", "given up", "dropped"), 2, 0)
+    for name in ("taken", "also taken", "dropped"):
+        queue.put(_answered(name))
+    queue.take(2)
+    queue.drop_stale(3)
+    queue.submit(_prompts("queued", "in flight"), 2, 3)
+    queue.put(_answered("queued", version=3))
+    return json.loads(json.dumps(queue.state_dict()))
+
+
+def _outstanding(state, name):
+    (found,) = (item for item in state["outstanding"] if item[0]["prompt_id"] == name)
+    return found
+
+
+def _responses(state):
+    return _outstanding(state, "queued")[3]["responses"]
+
+
+def _cut_a_count(state):
+    state["counts"] |= {"consumed": -2, "submitted": state["counts"]["submitted"] - 6}
+
+
+SPOILT = {
+    "nothing": (lambda s: s.clear(), r"found \[\], need a mapping of exactly \['outstanding'"),
+    "a missing part": (lambda s: s.pop("given_up"), "need a mapping of exactly"),
+    "an unknown part": (lambda s: s.update(zz=1), "'zz'"),
+    "a part of another kind": (lambda s: s.update(counts=3), "malformed"),
+    "a group of too few parts": (lambda s: s["outstanding"][0].pop(), "malformed"),
+    "a prompt without tokens": (lambda s: s["outstanding"][0][0].pop("token_ids"), "malformed"),
+    "a prompt of no text": (lambda s: s["outstanding"][0][0].update(prompt_id=3), "need a text"),
+    "a version of None": (lambda s: s["outstanding"][0].__setitem__(1, None), "version=None must be an integer"),
+    "no samples": (lambda s: _outstanding(s, "in flight").__setitem__(2, 0), "num_samples=0 must be an integer"),
+    "batches below 0": (lambda s: s.update(num_batches_taken=-5), "num_batches_taken=-5 must be an integer"),
+    "batches of None": (lambda s: s.update(num_batches_taken=None), "num_batches_taken=None"),
+    "a malformed key": (lambda s: s.update(given_up=[[1]]), "malformed"),
+    "a key of no text": (lambda s: s.update(given_up=[[1, 0]]), r"need pairs \(prompt_id, epoch\)"),
+    "a key given up twice": (lambda s: s["given_up"].append(s["given_up"][0]), "names a group twice"),
+    "a key given up and outstanding": (lambda s: s["given_up"].append(["queued", 0]), "given up and outstanding"),
+    "a group twice": (lambda s: s["outstanding"].append(s["outstanding"][0]), "is outstanding twice"),
+    "a group of another prompt": (lambda s: [r.update(prompt_id="b") for r in _responses(s)], "responses to other"),
+    "a group of too few": (lambda s: _responses(s).pop(), "1 samples, submitted were 2"),
+    "a sample twice": (lambda s: _responses(s)[1].update(sample_index=0), "holds a sample twice"),
+    "a reward of NaN": (lambda s: _responses(s)[1].update(reward=float("nan")), "reward=nan must be a finite"),
+    "a negative count": (_cut_a_count, "counts of 'consumed'=-2 must be an integer"),
+    "an unknown count": (lambda s: s["counts"].update(eaten=1), r"unknown counts \['eaten'\]"),
+    "another sum of lengths": (lambda s: s["dropped_by_length"][0].__setitem__(1, 77), "dropped_by_length counts 79"),
+    "a length twice": (lambda s: s.update(dropped_by_length=[[0, 2], [0, 2]]), "counts 0 twice"),
+    "no length": (lambda s: s.update(dropped_by_length=[["a", 4]]), r"lengths \['a'\]"),
+    "another sum of reasons": (lambda s: s["dropped_by_reason"].update(odd=1), "dropped_by_reason counts 5 samples"),
+}
+
+
+def test_the_state_that_is_spoilt_below_is_whole():
+    queue = _queue(max_staleness=2)
+    queue.load_state_dict(_saved())
+    assert json.loads(json.dumps(queue.state_dict())) == _saved()
+    assert queue.ledger.num_dropped_by_length == {0: 2, 3: 2}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_state_that_no_queue_saved_is_refused_whole_and_changes_nothing(name):
+    spoil, message = SPOILT[name]
+    state, queue = _saved(), _queue(max_staleness=2)
+    queue.submit(_prompts("mine"), 2, 0)
+    before = queue.state_dict()
+    spoil(state)
+    with pytest.raises(InputError, match=message):
+        queue.load_state_dict(state)
+    assert queue.state_dict() == before
+
+
+def test_a_state_of_more_groups_than_the_capacity_is_refused():
+    first, second = _queue(capacity=6, max_staleness=2), _queue(capacity=4)
+    first.submit(_prompts(*"abcde"), 2, 0)
+    with pytest.raises(InputError, match=r"5 groups are outstanding, and queue\.capacity_groups is 4; raise it"):
+        second.load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("state", [None, [], "state"])
+def test_what_is_no_mapping_is_no_state(state):
+    with pytest.raises(InputError, match="need a mapping of exactly"):
+        _queue().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("samples", "version", "message"),
+    [
+        (0, 0, "num_samples=0 must be an integer of at least 1"),
+        (-1, 0, "num_samples=-1"),
+        (1.5, 0, r"num_samples=1\.5"),
+        (True, 0, "num_samples=True"),
+        (2, -1, "version=-1 must be an integer of at least 0"),
+        (2, 1.5, r"version=1\.5"),
+        (2, None, "version=None"),
+    ],
+)
+def test_an_order_of_no_samples_or_no_version_is_refused(samples, version, message):
+    queue = _queue()
+    with pytest.raises(InputError, match=message):
+        queue.submit(_prompts("a"), samples, version)
+    assert queue.ledger == Ledger()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (group("a", [5], [response("a", 0, [7]), response("a", 0, [7])]), r"a sample twice: sample_index \[0, 0\]"),
+        (group("a", [5], [response("a", 0, [7]), response("b", 1, [7])]), r"responses to other prompts: \['b'\]"),
+        (group("a", [6], [response("a", 0, [7]), response("a", 1, [7])]), r"answers Prompt.*submitted was"),
+    ],
+)
+def test_a_group_that_answers_something_else_is_refused_and_stays_in_flight(bad, message):
+    queue = _queue()
+    queue.submit(_prompts("a"), 2, 0)
+    with pytest.raises(InputError, match=message):
+        queue.put(bad)
+    assert queue.ledger == Ledger(submitted=2, in_flight=2)
+    queue.put(_answered("a"))
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), "1"])
+def test_a_time_that_is_no_number_is_refused(timeout_s):
+    queue = _queue()
+    queue.submit(_prompts("a", "b"), 2, 0)
+    with pytest.raises(InputError, match=r"timeout_s=.* must be a number of seconds"):
+        queue.take(2, timeout_s=timeout_s)
+
+
+def test_an_infinite_time_waits_until_the_batch_is_there():
+    queue, started = _queue(), threading.Event()
+    queue.submit(_prompts("a", "b"), 2, 0)
+    queue.put(_answered("a"))
+
+    def produce():
+        started.wait(30)
+        queue.put(_answered("b"))
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    started.set()
+    assert _ids(queue.take(2, timeout_s=float("inf"))) == ["a", "b"]
+    thread.join(30)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"capacity": 2.5}, {"capacity": "6"}, {"per_batch": 1.5}, {"sync_every": True}, {"max_staleness": 0.5}]
+)
+def test_a_queue_is_made_of_integers(bad):
+    with pytest.raises(ConfigError, match="integer"):
+        _queue(**bad)
 
 
 def test_many_producers_at_once_lose_and_double_nothing():
