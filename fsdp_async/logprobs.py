@@ -41,8 +41,8 @@ def token_log_probs(
         [...] float32 in nats (float64 for float64 logits), differentiable once with respect to `logits`.
 
     Raises:
-        InputError: shapes or dtypes do not fit, or a temperature is not positive and finite; in the backward pass,
-            `create_graph=True`.
+        InputError: shapes or dtypes do not fit, a target outside [0, V), or a temperature that is not positive and
+            finite; in the backward pass, `create_graph=True`.
     """
     _check_logits(logits, chunk_tokens)
     if target_ids.dtype != torch.int64 or target_ids.shape != logits.shape[:-1]:
@@ -50,7 +50,7 @@ def token_log_probs(
             f"target_ids is {target_ids.dtype} {list(target_ids.shape)}; logits {list(logits.shape)} need int64 "
             f"{list(logits.shape[:-1])}: one token id for each position"
         )
-    divisor = _divisor(logits, temperature)
+    divisor = _divisor(logits, temperature, target_ids)
     return _apply(_TokenLogProbs, logits, _rows(target_ids, logits.dim() - 1), divisor, chunk_tokens)
 
 
@@ -186,11 +186,12 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _divisor(logits: Tensor, temperature: float | Tensor) -> Tensor | None:
+def _divisor(logits: Tensor, temperature: float | Tensor, target_ids: Tensor | None = None) -> Tensor | None:
     """The temperature of every position as `_rows` sees them, or None where it is 1 everywhere.
 
     Always a tensor on the device: accelerators divide by a Python number by multiplying with its reciprocal, and the
-    engine (a number) and the trainer (a tensor) would differ in the last bit.
+    engine (a number) and the trainer (a tensor) would differ in the last bit. Targets are judged here, too, since all
+    numbers come from the device in one transfer.
     """
     given = torch.as_tensor(temperature, dtype=_compute_dtype(logits), device=logits.device)
     if given.requires_grad:
@@ -202,7 +203,13 @@ def _divisor(logits: Tensor, temperature: float | Tensor) -> Tensor | None:
         )
     if given.numel() == 0:
         return None
-    low, high = torch.stack(given.aminmax()).tolist()
+    ids = [] if target_ids is None or not target_ids.numel() else [end.double() for end in target_ids.aminmax()]
+    low, high, *found = torch.stack([*(end.double() for end in given.aminmax()), *ids]).tolist()
+    if found and not (found[0] >= 0 and found[1] < logits.shape[-1]):
+        raise InputError(
+            f"target_ids spans [{found[0]:.0f}, {found[1]:.0f}]; token ids of {logits.shape[-1]} logits lie in "
+            f"[0, {logits.shape[-1] - 1}]: were padding labels such as -100, or ids of another vocabulary, passed?"
+        )
     if not (low > 0 and math.isfinite(high)):
         raise InputError(
             f"temperature spans [{low}, {high}]; every value must be positive and finite: greedy has no log-probs"

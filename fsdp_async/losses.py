@@ -23,6 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fsdp_async.checks import is_whole, require_type
 from fsdp_async.errors import InputError
 from fsdp_async.loss_config import Aggregate, LossConfig, LossKind
 from fsdp_async.metrics import Mean, Moments, Statistics, kl_k3
@@ -62,8 +63,21 @@ class GlobalCounts:
     data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_rows <= self.num_tokens or self.data_parallel_size < 1:
-            raise InputError(f"{self}: need 0 <= num_rows <= num_tokens and data_parallel_size >= 1")
+        whole = is_whole(self.num_tokens, 0) and is_whole(self.num_rows, 0) and is_whole(self.data_parallel_size, 1)
+        if not whole or self.num_rows > self.num_tokens:
+            raise InputError(f"{self}: need integers, 0 <= num_rows <= num_tokens and data_parallel_size >= 1")
+
+    def check_hold(self, num_tokens: int, num_rows: int) -> None:
+        """Refuse to be the counts of a step of which one part has `num_tokens` in `num_rows`.
+
+        Raises:
+            InputError: the part is larger than the whole, which would make its loss too large.
+        """
+        if num_tokens > self.num_tokens or num_rows > self.num_rows:
+            raise InputError(
+                f"{self} are below the {num_tokens} tokens in {num_rows} rows under the denominator mask of these rows "
+                "alone; sum them over the whole mini-batch and all ranks"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,9 +136,12 @@ def policy_loss(  # noqa: PLR0913 - what a loss is made of; each input comes fro
         The loss and its statistics. Reading the statistics synchronises with the device once.
 
     Raises:
-        InputError: shapes or dtypes do not fit, an input other than `log_prob` requires grad, `mask` is not inside
-            `denominator_mask`, or an input that the loss does not use.
+        InputError: types, shapes or dtypes do not fit, an input other than `log_prob` requires grad, `mask` is not
+            inside `denominator_mask`, `global_counts` below these rows' own, or an input that the loss does not use.
     """
+    require_type("config", config, LossConfig)
+    if global_counts is not None:
+        require_type("global_counts", global_counts, GlobalCounts)
     if rollout_log_prob is not None:
         _refuse_rollout_log_prob(config)
     tokens = _prepare(log_prob, old_log_prob, advantages, mask, weights)
@@ -139,7 +156,11 @@ def policy_loss(  # noqa: PLR0913 - what a loss is made of; each input comes fro
         norm_length=config.norm_length,
         global_counts=global_counts,
     )
-    return PolicyLoss(loss, _statistics(tokens, config))
+    counted = mask if denominator_mask is None else denominator_mask
+    statistics, num_tokens, num_rows = _statistics(tokens, config, counted)
+    if global_counts is not None:
+        global_counts.check_hold(num_tokens, num_rows)
+    return PolicyLoss(loss, statistics)
 
 
 def aggregate(
@@ -169,7 +190,8 @@ def aggregate(
         mode: one of the above.
         denominator_mask: [B,T] bool that holds `mask`; None is `mask`.
         norm_length: L; None is the padded width T.
-        global_counts: tokens and rows of the whole step; None counts these rows alone. Rows must not be cut.
+        global_counts: tokens and rows of the whole step, at least those of these rows (not looked at here, which
+            would wait for the device; `policy_loss` looks). None counts these rows alone. Rows must not be cut.
 
     Returns:
         Scalar of the values' dtype; 0 (with a graph) where there is nothing to count.
@@ -240,6 +262,8 @@ def kl_penalty(
 def _prepare(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> _Tokens:
+    require_type("log_prob", log_prob, Tensor)
+    require_type("advantages", advantages, Tensor)
     if log_prob.dim() == 2 and advantages.shape == log_prob.shape[:1]:
         advantages = advantages.unsqueeze(1).expand(log_prob.shape)
     fixed = {"old_log_prob": old_log_prob, "advantages": advantages}
@@ -281,7 +305,8 @@ def _sanitised(tensor: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask, tensor, 0.0).to(torch.promote_types(dtype, torch.float32))
 
 
-def _statistics(tokens: _Tokens, config: LossConfig) -> Statistics:
+def _statistics(tokens: _Tokens, config: LossConfig, counted: Tensor) -> tuple[Statistics, int, int]:
+    """Statistics, and the numbers of tokens and of rows under `counted`."""
     mask, advantages = tokens.mask, tokens.advantages
     log_ratio = tokens.log_ratio.detach().double()
     ratio = log_ratio.exp()
@@ -300,10 +325,11 @@ def _statistics(tokens: _Tokens, config: LossConfig) -> Statistics:
         torch.where(mask, ratio, -math.inf).amax() if mask.numel() else mean,
     ]
     # All numbers leave the device in one transfer; every one of them fetched alone would be a stall.
-    packed = torch.stack([count.double(), *moments, *(values.double().sum() for values in sums.values())]).tolist()
-    total = packed[0]
-    means = {name: Mean(value, total) for name, value in zip(sums, packed[5:], strict=True)}
-    return Statistics({**means, "ratio": Moments(total, *packed[1:5])})
+    sizes = [counted.sum().double(), counted.any(dim=1).sum().double()]
+    values = [*sizes, count.double(), *moments, *(value.double().sum() for value in sums.values())]
+    num_tokens, num_rows, total, *packed = torch.stack(values).tolist()
+    means = {name: Mean(value, total) for name, value in zip(sums, packed[4:], strict=True)}
+    return Statistics({**means, "ratio": Moments(total, *packed[:4])}), int(num_tokens), int(num_rows)
 
 
 def _refuse_rollout_log_prob(config: LossConfig) -> None:
@@ -314,7 +340,9 @@ def _refuse_rollout_log_prob(config: LossConfig) -> None:
 
 
 def _check_tokens(log_prob: Tensor, mask: Tensor, fixed: Mapping[str, Tensor]) -> None:
+    require_type("log_prob", log_prob, Tensor)
     for name, tensor in {"mask": mask, **fixed}.items():
+        require_type(name, tensor, Tensor)
         if tensor.shape != log_prob.shape:
             raise InputError(
                 f"{name} has shape {list(tensor.shape)}, log_prob has {list(log_prob.shape)}; they must agree"

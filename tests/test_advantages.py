@@ -178,3 +178,16 @@ def test_a_counted_reward_that_is_no_number_is_refused(config):
 def test_shapes_and_dtypes_that_do_not_fit_are_refused(rewards, groups, kept, message):
     with pytest.raises(InputError, match=message):
         compute_advantages(rewards, groups, GROUP_RELATIVE, row_kept=kept)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "groups", "config", "message"),
+    [
+        ([1.0, 2.0], torch.zeros(2, dtype=torch.int64), GROUP_RELATIVE, "rewards is list; need a Tensor"),
+        (torch.zeros(2), None, GROUP_RELATIVE, "group_ids is NoneType; need a Tensor"),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.int64), None, "config is NoneType; need a AdvantageConfig"),
+    ],
+)
+def test_what_is_no_tensor_or_no_config_is_named(rewards, groups, config, message):
+    with pytest.raises(InputError, match=message):
+        compute_advantages(rewards, groups, config)

@@ -168,6 +168,8 @@ def test_empty_batches_give_empty_results():
         (torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.int64), {}, r"\[2, 4\].*need int64 \[2, 3\]"),
         (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), {}, "floating"),
         (torch.zeros(2, 0), torch.zeros(2, dtype=torch.int64), {}, "V > 0"),
+        (torch.zeros(2, 5), torch.tensor([0, 5]), {}, r"target_ids spans \[0, 5\].*lie in \[0, 4\]"),
+        (torch.zeros(2, 5), torch.tensor([-100, 4]), {"temperature": 0.7}, r"target_ids spans \[-100, 4\]"),
         (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), {"chunk_tokens": 0}, "chunk_tokens=0"),
         (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), {"temperature": 0.0}, "positive and finite"),
         (torch.zeros(2, 5), torch.zeros(2, dtype=torch.int64), {"temperature": -1.0}, "positive and finite"),

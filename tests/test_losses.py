@@ -416,6 +416,7 @@ def test_the_config_parses_from_plain_data():
 
 def test_from_verl_takes_missing_keys_from_verl_and_not_from_here():
     assert LossConfig.from_verl({}) == LossConfig(dual_clip=3.0)
+    assert LossConfig.from_verl(None) == LossConfig(dual_clip=3.0)
     assert LossConfig.from_verl(
         {
             "loss_mode": "vanilla",
@@ -444,10 +445,42 @@ def test_from_verl_refuses_what_it_cannot_translate(mapping, message):
         LossConfig.from_verl(mapping)
 
 
-@pytest.mark.parametrize("bad", [(-1, 0, 1), (3, 4, 1), (4, 3, 0)])
+@pytest.mark.parametrize("bad", [(-1, 0, 1), (3, 4, 1), (4, 3, 0), (8.5, 2, 1), (8, 2.0, 1), (8, 2, True)])
 def test_impossible_global_counts_are_refused(bad):
     with pytest.raises(InputError, match="num_rows <= num_tokens"):
         GlobalCounts(*bad)
+
+
+@KINDS
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(-1, 0), (0, -1)])
+def test_counts_of_a_whole_that_are_below_those_of_its_part_are_refused(config, num_tokens, num_rows):
+    inputs = batch()
+    own = counts(inputs["denominator_mask"])
+    evaluate(inputs, config, global_counts=own)
+    short = GlobalCounts(own.num_tokens + num_tokens, own.num_rows + num_rows)
+    with pytest.raises(InputError, match=rf"are below the {own.num_tokens} tokens in {own.num_rows} rows"):
+        evaluate(inputs, config, global_counts=short)
+    # Without a denominator mask it is the mask that is counted.
+    kept = counts(inputs["mask"])
+    assert kept.num_tokens < own.num_tokens
+    evaluate(inputs | {"denominator_mask": None}, config, global_counts=kept)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": None}, "config is NoneType; need a LossConfig"),
+        ({"config": {}}, "config is dict; need a LossConfig"),
+        ({"log_prob": None}, "log_prob is NoneType; need a Tensor"),
+        ({"old_log_prob": None}, "old_log_prob is NoneType; need a Tensor"),
+        ({"advantages": [1.0] * 6}, "advantages is list; need a Tensor"),
+        ({"mask": None}, "mask is NoneType; need a Tensor"),
+        ({"global_counts": (30, 6)}, "global_counts is tuple; need a GlobalCounts"),
+    ],
+)
+def test_what_is_no_tensor_or_no_config_is_named(change, message):
+    with pytest.raises(InputError, match=message):
+        policy_loss(**(batch() | {"config": PPO} | change))
 
 
 def test_aggregate_refuses_an_unknown_mode_and_an_inert_length():
