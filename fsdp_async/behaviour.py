@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fsdp_async.batching import micro_batches
+from fsdp_async.errors import InputError
 from fsdp_async.state_cache import StateCache
 from fsdp_async.types import TrainBatch
 
@@ -32,7 +33,7 @@ def behaviour_log_probs(
     Args:
         cache: holds every version in `batch.versions` (on all ranks together).
         batch: B rows of this rank; may be empty.
-        forward: `forward(model, batch) -> [b,T]` float32 log-probs of the response tokens.
+        forward: `forward(model, batch) -> [b,T]` log-probs of the response tokens, of a floating dtype.
         micro_batch_tokens: budget of padded tokens of one forward; None for one forward a version.
 
     Returns:
@@ -40,6 +41,7 @@ def behaviour_log_probs(
 
     Raises:
         UnknownVersionError: a version that is not retained; raised before any forward of that version.
+        InputError: `forward` returned another shape or no floating dtype.
     """
     result = torch.zeros_like(batch.rollout_log_prob)
     for version, num_forwards in _agreed_visits(batch, micro_batch_tokens, cache.process_group).items():
@@ -74,11 +76,21 @@ def log_probs_at(
 def forward_rows(
     model: nn.Module, batch: TrainBatch, forward: Forward, *, micro_batch_tokens: int | None, num_forwards: int
 ) -> Tensor:
-    """Run `forward` over micro-batches and exactly `num_forwards` times, with dummies for what is missing."""
-    values = [forward(model, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)]
+    """Run `forward` over micro-batches and exactly `num_forwards` times, with dummies for what is missing; float32."""
+    values = [_checked(forward, model, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)]
     for _ in range(num_forwards - len(values)):
-        forward(model, dummy_row(batch))
+        _checked(forward, model, dummy_row(batch))
     return torch.cat(values) if values else torch.zeros_like(batch.rollout_log_prob)
+
+
+def _checked(forward: Forward, model: nn.Module, batch: TrainBatch) -> Tensor:
+    """What `forward` returns, which would be broadcast over the tokens if it had another shape."""
+    values: object = forward(model, batch)
+    shape = list(batch.response_mask.shape)
+    if not isinstance(values, Tensor) or list(values.shape) != shape or not values.is_floating_point():
+        found = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise InputError(f"forward returned {found}; need floating log-probs {shape}: one for each response position")
+    return values.float()
 
 
 def dummy_row(batch: TrainBatch) -> TrainBatch:

@@ -25,7 +25,7 @@ from fsdp_async.is_correction import Correction, CorrectionConfig, compute_corre
 from fsdp_async.losses import LossConfig
 from fsdp_async.metrics import Statistics
 from fsdp_async.mini_batch import MiniBatch, count_globally, split_rows
-from fsdp_async.modeling import response_log_prob
+from fsdp_async.modeling import eval_mode, response_log_prob
 from fsdp_async.state_cache import StateCache
 from fsdp_async.types import TrainBatch
 from fsdp_async.update_report import StepOutcome, UpdateRecord, UpdateReport
@@ -98,15 +98,10 @@ class Learner:
         """Log-probs [B,T] under the live weights, in eval mode, without gradient."""
         budget = self.objective.micro_batch_tokens
         num_forwards = agreed_max(len(micro_batches(batch, budget)), self.process_group)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                return forward_rows(
-                    self.model, batch, response_log_prob, micro_batch_tokens=budget, num_forwards=num_forwards
-                )
-        finally:
-            self.model.train(was_training)
+        with eval_mode(self.model), torch.no_grad():
+            return forward_rows(
+                self.model, batch, response_log_prob, micro_batch_tokens=budget, num_forwards=num_forwards
+            )
 
     def behaviour_log_probs(self, batch: TrainBatch) -> Tensor:
         """Log-probs [B,T] of every token under the version that sampled it."""

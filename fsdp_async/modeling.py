@@ -1,13 +1,15 @@
 """Policies and their optimizers.
 
 Owns the small Qwen3 built from a `transformers` config, its FSDP2 wrapping (also at world size 1, without
-torchrun), AdamW and the learning-rate schedule. It promises that dropout is off: a policy that answers
-differently twice has no log-probability to correct. It does not load weights (`warm_start.py`).
+torchrun), AdamW and the learning-rate schedule, and eval mode for a while. It promises that dropout is off: a policy
+that answers differently twice has no log-probability to correct. It does not load weights (`warm_start.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -152,6 +154,18 @@ def apply_fsdp2(model: Qwen3ForCausalLM) -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the duration; every module then has its own flag back, not that of the root."""
+    flags = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from builders import tiny_model
 
+from fsdp_async.errors import InputError, NonFiniteError
 from fsdp_async.evaluation import sampled_accuracy
 from fsdp_async.generation import generate
 from fsdp_async.rewards import AnswerMatch
@@ -39,3 +43,25 @@ def test_modes_and_the_global_generator_are_left_as_they_were():
     sampled_accuracy(model, prompts, AnswerMatch(graded=False), SAMPLING, seed=1)
     assert torch.equal(torch.rand(2), expected)
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_every_module_has_its_own_mode_back_also_after_an_error(mode):
+    model = tiny_model().train(mode)
+    model.model.layers[0].mlp.train(not mode)
+    before = [module.training for module in model.modules()]
+    prompts = _prompts(tiny_model().eval())
+    sampled_accuracy(model, prompts, AnswerMatch(graded=False), SAMPLING, seed=1)
+    assert [module.training for module in model.modules()] == before
+    with pytest.raises(IndexError):
+        sampled_accuracy(model, [Prompt("p", (10_000,), "test")], AnswerMatch(graded=False), SAMPLING, seed=1)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_an_accuracy_over_nothing_or_of_no_numbers_is_refused():
+    model = tiny_model().eval()
+    with pytest.raises(InputError, match="at least one prompt"):
+        sampled_accuracy(model, [], AnswerMatch(graded=False), SAMPLING, seed=1)
+    prompts, nan = _prompts(model), SimpleNamespace(score=lambda prompt, response: float("nan"))
+    with pytest.raises(NonFiniteError, match=r"reward of 'p0'\[0\] is nan"):
+        sampled_accuracy(model, prompts, nan, SAMPLING, seed=1)

@@ -9,7 +9,9 @@ import torch
 from builders import random_batch, tiny_model
 
 from fsdp_async.advantages import AdvantageConfig
+from fsdp_async.behaviour import behaviour_log_probs
 from fsdp_async.correction_config import Bounds, CorrectionConfig, Rejection
+from fsdp_async.errors import InputError
 from fsdp_async.factors import lag_and_update_factors, mismatch_factor
 from fsdp_async.learner import Learner, Objective, varied_groups
 from fsdp_async.losses import LossConfig
@@ -277,6 +279,44 @@ def test_log_probs_of_old_versions_leave_modes_and_random_state_alone():
         drawn = torch.rand(3)
         torch.manual_seed(7)
         assert torch.equal(drawn, torch.rand(3))
+
+
+def test_every_module_has_its_own_mode_back_after_log_probs_of_live_weights():
+    learner = _stepped()
+    learner.model.train()
+    learner.model.model.layers[0].mlp.eval()
+    before = [module.training for module in learner.model.modules()]
+    learner.live_log_probs(random_batch(versions=(0, 1)))
+    assert [module.training for module in learner.model.modules()] == before
+
+
+RETURNS = {
+    "a row each": lambda values: values[:, :1],
+    "one number a row": lambda values: values.sum(dim=1),
+    "a scalar": lambda values: values.sum(),
+    "one position too many": lambda values: torch.cat([values, values[:, :1]], dim=1),
+    "too few rows": lambda values: values[:1],
+    "integers": lambda values: values.long(),
+    "nothing": lambda values: None,
+}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+def test_a_forward_that_returns_no_log_prob_for_each_token_is_refused(returned):
+    learner = _stepped()
+    batch = random_batch(versions=(0, 1))
+    with pytest.raises(InputError, match=r"forward returned .*; need floating log-probs \[3, 5\]"):
+        behaviour_log_probs(learner.cache, batch, lambda *args: RETURNS[returned](response_log_prob(*args)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_log_probs_of_old_versions_are_float32_whatever_the_forward_returns(dtype):
+    learner = _stepped()
+    batch = random_batch(versions=(0, 1))
+    values = behaviour_log_probs(learner.cache, batch, lambda *args: response_log_prob(*args).to(dtype))
+    exact = learner.behaviour_log_probs(batch)
+    assert values.dtype == torch.float32
+    assert torch.equal(values, exact.to(dtype).float())
 
 
 def test_the_gradient_norm_is_reported_as_it_was_before_clipping():
