@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-ranks test lint types unit bench clean
+.PHONY: demo demo-ranks chaos test lint types unit bench clean
 
 demo: $(VENV)/.demo
 	$(BIN)/fsdp-async train experiment=demo run.overwrite=true
 
 demo-ranks: $(VENV)/.demo
 	$(BIN)/torchrun --nproc-per-node 2 -m fsdp_async.cli train experiment=demo run.output_dir=outputs/demo_ranks run.overwrite=true
+
+chaos: $(VENV)/.demo
+	$(BIN)/python tests/chaos.py --kills $(or $(KILLS),30) --seed $(or $(SEED),0)
 
 test: lint types unit
 

@@ -7,7 +7,7 @@ of them. Decisions are the config's, arithmetic is the learner's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
+from fsdp_async.audit import CONSUMED, PHASE, PRODUCED, GroupLog, phase_announcer, rewind_log
 from fsdp_async.checkpoint import CheckpointWriter, load_tensors
 from fsdp_async.config import Config
 from fsdp_async.evaluation import sampled_accuracy
@@ -36,6 +37,7 @@ from fsdp_async.state_cache import StateCache
 from fsdp_async.tasks import Task, build_task
 from fsdp_async.timeline import Timeline
 from fsdp_async.trainer import AsyncTrainer, Observer, TrainerParts
+from fsdp_async.types import ResponseGroup
 from fsdp_async.version_store import Key
 from fsdp_async.warm_start import find_warm_start, load_or_make
 from fsdp_async.weight_sync import InProcessPublisher, SharedMemoryPublisher, WeightPublisher
@@ -70,7 +72,7 @@ def assemble(
     """
     task = checked_task(config)
     state = {} if resumption is None else resumption.state
-    timeline = Timeline(elapsed_s=state.get("elapsed_s", 0.0))
+    timeline = Timeline(elapsed_s=state.get("elapsed_s", 0.0), announce=_announcer(config, lead))
     if state:
         task.load_state_dict(state["task"])
     # On every rank, since evaluation is shared out; the training reward of rank 0 alone is asked.
@@ -92,6 +94,7 @@ def assemble(
             lead=lead,
             observers=observers,
             record_batch=_batch_recorder(config, files),
+            record_groups=_group_recorder(config, files, resumption, stack),
             checkpoints=_checkpoints(config, task, lead, learner, feed, files, timeline),
         ),
         config.trainer,
@@ -155,7 +158,8 @@ def _engine(config: Config, task: Task, directory: Path) -> ProcessEngine | Thre
         ProcessEngine if config.rollout.engine == "process" else ThreadEngine
     )
     record_dir = directory / "engine_weights" if config.rollout.record_weights else None
-    return kind(builder, config.rollout, seed=config.run.seed, record_dir=record_dir)
+    log = directory / PRODUCED if config.run.audit else None
+    return kind(builder, config.rollout, seed=config.run.seed, record_dir=record_dir, log=log)
 
 
 def _publisher(config: Config, engine: RolloutEngine, timeline: Timeline) -> WeightPublisher:
@@ -213,6 +217,22 @@ def _batch_recorder(config: Config, files: RunFiles | None) -> Any:
     if files is None or files.recorder is None:
         return lambda step, tensors: None
     return files.recorder.record_batch
+
+
+def _announcer(config: Config, lead: Lead) -> Callable[[str], None] | None:
+    """Into the run's final place, where there is one yet; a new run is not audited before its first step."""
+    return phase_announcer(Path(config.run.output_dir) / f"{PHASE}.{lead.rank}") if config.run.audit else None
+
+
+def _group_recorder(
+    config: Config, files: RunFiles | None, resumption: Resumption | None, stack: ExitStack
+) -> Callable[[int, list[ResponseGroup]], None] | None:
+    if files is None or not config.run.audit:
+        return None
+    path = files.directory / CONSUMED
+    if resumption is not None:
+        rewind_log(path, resumption.step)
+    return stack.enter_context(closing(GroupLog(path))).append
 
 
 def _checkpoints(

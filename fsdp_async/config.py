@@ -44,7 +44,8 @@ class RunConfig:
     `resume` goes on from a checkpoint: `auto` takes the newest whole one of `output_dir` and starts anew where there is
     none; a path names a checkpoint, or a run whose newest one is taken. After a stop signal the step in hand and
     the last checkpoint may take `stop_timeout_s` before they are abandoned. `record_batches` keeps every
-    batch's tensors for later analysis. Another number of threads sums in another order: results of one seed are
+    batch's tensors for later analysis; `audit` keeps lists of the samples that engine and trainer saw, and the phase in
+    hand. Another number of threads sums in another order: results of one seed are
     repeated with one number of threads only.
     """
 
@@ -55,6 +56,7 @@ class RunConfig:
     seed: int = 0
     num_threads: int = 1
     record_batches: bool = False
+    audit: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_threads <= MAX_THREADS:

@@ -209,7 +209,11 @@ class EngineProxy:
 
 
 def worker_spec(
-    model_builder: Callable[[], nn.Module], config: RolloutConfig, seed: int, record_dir: Path | None
+    model_builder: Callable[[], nn.Module],
+    config: RolloutConfig,
+    seed: int,
+    record_dir: Path | None,
+    log: Path | None = None,
 ) -> WorkerSpec:
     """What a worker needs of the settings; `partial` unset means true."""
     return WorkerSpec(
@@ -219,4 +223,5 @@ def worker_spec(
         record_dir=record_dir,
         interrupt=config.interrupt,
         partial=config.partial is not False,
+        log=log,
     )

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from fsdp_async.audit import GroupLog
 from fsdp_async.buckets import WeightBucket, WeightReceiver
 from fsdp_async.files import write_model_at
 from fsdp_async.generation import Generation
@@ -106,7 +107,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is built from; picklable. `record_dir` None keeps no weights."""
+    """What a worker is built from; picklable. `record_dir` None keeps no weights, `log` None no list of groups."""
 
     model_builder: Callable[[], nn.Module]
     seed: int
@@ -114,6 +115,7 @@ class WorkerSpec:
     record_dir: Path | None
     interrupt: bool = True
     partial: bool = True
+    log: Path | None = None
 
 
 class _ClosedError(Exception):
@@ -143,6 +145,7 @@ class _Worker:
         self._unhandled: deque[Any] = deque()
         self._last_beat_s = self._last_progress_s = time.monotonic()
         self._record_fd = None if spec.record_dir is None else _open_directory(spec.record_dir)
+        self._log = None if spec.log is None else GroupLog(spec.log)
         channel.send(Ready())
 
     def serve(self) -> None:
@@ -158,6 +161,8 @@ class _Worker:
         finally:
             if self._record_fd is not None:
                 os.close(self._record_fd)
+            if self._log is not None:
+                self._log.close()
 
     def _next_message(self) -> Any | None:
         if self._unhandled:
@@ -213,6 +218,8 @@ class _Worker:
             replace(group, submitted_version=order.version)
             for group, (_, order) in zip(generation.groups(0), chunk, strict=True)
         )
+        if self._log is not None:
+            self._log.append(None, stamped)
         self._channel.send(Groups(stamped, tuple(spans)))
 
     def _next_chunk(self) -> list[tuple[Prompt, Submit]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdp_async.dtensor_io import LiveState
-from fsdp_async.errors import InputError
+from fsdp_async.errors import InputError, StateInUseError
 from fsdp_async.version_store import Key
 
 
@@ -106,6 +106,20 @@ class LiveTracker:
         stepped = {id(parameter) for optimizer in self._optimizers for parameter in _parameters_of(optimizer)}
         specs = zip(live.layout.tensors, live.owners, strict=False)
         return next((spec.fqn for spec, owner in specs if owner.requires_grad and id(owner) not in stepped), None)
+
+    def refuse_lazy(self, key: Key, live: LiveState) -> None:
+        """A lazy snapshot needs to be told before weights change.
+
+        Raises:
+            StateInUseError: nobody would.
+        """
+        unwatched = self.unwatched(live)
+        if unwatched is not None or not self._optimizers:
+            raise StateInUseError(
+                f"snapshot({key!r}, lazy=True) needs a watched optimizer for every trainable parameter, or nobody "
+                f"tells the cache to copy before weights change; parameter {unwatched!r} has none. watch() the "
+                "optimizers, freeze what is not trained, or take the snapshot without lazy"
+            )
 
     def add(self, key: Key, live: LiveState) -> None:
         """`key` was taken from the live parameters just now."""

@@ -46,9 +46,10 @@ class ProcessEngine(EngineProxy):
         seed: int,
         name: str = "engine-0",
         record_dir: Path | None = None,
+        log: Path | None = None,
     ) -> None:
         super().__init__(config, name)
-        self._spec = worker_spec(model_builder, config, seed, record_dir)
+        self._spec = worker_spec(model_builder, config, seed, record_dir, log)
         self._start_worker()
 
     def _start_worker(self) -> None:
@@ -129,9 +130,10 @@ class ThreadEngine(EngineProxy):
         seed: int,
         name: str = "engine-0",
         record_dir: Path | None = None,
+        log: Path | None = None,
     ) -> None:
         super().__init__(config, name)
-        self._spec = worker_spec(model_builder, config, seed, record_dir)
+        self._spec = worker_spec(model_builder, config, seed, record_dir, log)
         self._start_worker()
 
     def _start_worker(self) -> None:

@@ -13,16 +13,7 @@ Who waits on whom
     retain, drop, materialize, watch, versions     nobody
     any call from a second thread                  for a running snapshot or restore; refused during a visit
 
-[Note: life of a version]
-*Taken*: `snapshot(v)` copies the live parameters and buffers. With `lazy=True` only the arena is reserved and the
-buffers are copied (they change in forwards); the version is *pending*: its parameters are the live ones, so they
-are copied when something is about to change these: the next step of a watched optimizer, or `restore` of another
-version. Dropped before that, it costs no copy. *Live*: v equals the live parameters from its snapshot or restore
-until the next optimizer step begins; a visit then copies buffers only. Whether that holds is known only if every
-trainable parameter belongs to a watched optimizer; otherwise `live_version` is None and lazy is refused. Whoever
-edits weights by hand says so by `mark_live_changed()`. *Visited*: inside `at(v)` the model computes with v;
-nothing may take, change or step weights until the visit ends. *Gone*: `drop`, or `retain` without it. The arena
-goes to the pool and serves the next version. Nothing is evicted unasked.
+See [Note: life of a version] in `version_store.py`.
 
 Owns the lives of versions. Promises: docs/state_cache.md. Does not: spill to disk, save files, compress.
 """
@@ -35,7 +26,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Self
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -44,18 +34,16 @@ from torch.optim import Optimizer
 
 from fsdp_async.agreement import RankAgreement
 from fsdp_async.arena import ArenaPool, choose_pin
+from fsdp_async.description import describe
 from fsdp_async.dtensor_io import LiveState, capture, check_sharded, check_supported, ranks_of, settle
 from fsdp_async.errors import InputError, StateInUseError
 from fsdp_async.interrupts import HeldSignals
 from fsdp_async.live_tracker import LiveTracker
 from fsdp_async.swaps import CopySwap, ProcessState, Swap, uninterrupted, write_buffers
 from fsdp_async.version_store import CacheConfig, Key, StoredState, VersionStore, checked_key, plan_of
+from fsdp_async.visits import Visit, visits_of
 
 __all__ = ["CacheConfig", "StateCache"]
-
-
-_caches_of: WeakKeyDictionary[nn.Module, WeakSet[StateCache]] = WeakKeyDictionary()
-"""Several caches of one model see each other's visits and restores."""
 
 
 class StateCache:
@@ -89,10 +77,9 @@ class StateCache:
         ranks = ranks_of(model) if process_group is None else sorted(dist.get_process_group_ranks(process_group))
         self._agreement = RankAgreement(ranks, self._config.agreement_timeout_s)
         self._lock = threading.RLock()
-        self._visited: StoredState | None = None
-        self._visiting_thread = ""
         self._is_closed = False
-        _caches_of.setdefault(model, WeakSet()).add(self)
+        self._visits = visits_of(model)
+        self._visits.caches.add(self)
 
     @property
     def versions(self) -> list[int]:
@@ -124,15 +111,7 @@ class StateCache:
 
     def describe(self) -> str:
         """What is retained, what it costs, and which swap is used and why; for people."""
-        pending = [state.key for state in self._store.pending]
-        versions, used = self._store.nbytes, self._pool.used_nbytes
-        return "\n".join([
-            f"versions {self.versions}, names {self.names}, pending {pending}, live_version {self.live_version}",
-            f"bytes: {self.nbytes} = {versions} versions + {used - versions} parking + {self._pool.free_nbytes} pool "
-            f"(max_bytes {self._config.max_bytes}), {'pinned' if self._pool.pin else 'pageable'}",
-            f"swap {self._swap.name}: {self._swap.reason}",
-            f"ranks {self._agreement.ranks or 'this process alone'}, watched optimizers {self._tracker.num_watched}",
-        ])  # fmt: skip
+        return describe(self._store, self._pool, self._swap, self._tracker, self._agreement.ranks)
 
     def snapshot(self, version: Key, *, lazy: bool = False, overwrite: bool = False) -> None:
         """Retain the live parameters and buffers as `version`. Collective.
@@ -171,13 +150,8 @@ class StateCache:
     def _prepare_snapshot(self, version: Key, *, lazy: bool, overwrite: bool) -> tuple[StoredState, LiveState]:
         key = checked_key(version)
         live = self._look()
-        unwatched = self._tracker.unwatched(live)
-        if lazy and (unwatched is not None or not self._tracker.num_watched):
-            raise StateInUseError(
-                f"snapshot({version!r}, lazy=True) needs a watched optimizer for every trainable parameter, or nobody "
-                f"tells the cache to copy before weights change; parameter {unwatched!r} has none. watch() the "
-                "optimizers, freeze what is not trained, or take the snapshot without lazy"
-            )
+        if lazy:
+            self._tracker.refuse_lazy(key, live)
         working_bytes = self._swap.working_bytes(plan_of(live.layout))
         return self._store.reserve(key, live.layout, overwrite=overwrite, working_bytes=working_bytes), live
 
@@ -195,12 +169,12 @@ class StateCache:
             state, live = self._agreement.prepare(f"restore({version!r})", lambda: self._prepare_read(version))
             is_live = self._tracker.is_live(state.key, live)
             if not is_live:
-                for cache in _caches_of[self._model]:
+                for cache in self._visits.caches:
                     cache._complete_pending(live)
 
             def write() -> None:
                 if not is_live:
-                    for cache in _caches_of[self._model]:
+                    for cache in self._visits.caches:
                         cache._tracker.changed()
                     state.arena.copy_to(live.counted_parameters)
                 write_buffers(live, state.arena)
@@ -265,40 +239,21 @@ class StateCache:
             StateInUseError: inside another visit, from another thread during one, or under inference_mode.
             RankDisagreementError: ranks asked for different things, failed, did not arrive, or left differently.
         """
-        with HeldSignals() as signals, torch.no_grad():
-            state, live, before = self._begin_visit(version)
-            has_failed = True
-            try:
-                self._swap.park(live, parameters=not self._tracker.is_live(state.key, live))
-                try:
-                    self._swap.show(live, state.arena)
-                    torch.clear_autocast_cache()
-                    signals.is_open = True
-                    yield self._model
-                    signals.is_open = has_failed = False
-                finally:
-                    signals.is_open = False
-                    torch.clear_autocast_cache()
-                    self._swap.put_back(self._model, live, failed=has_failed)
-            finally:
-                try:
-                    before.put_back()
-                finally:
-                    self._visited = None
+        with self._visits.during(self._model, self._swap, lambda: self._begin_visit(version)) as model:
+            yield model
         # A rank that left early would gather with peers that are still inside: mixed weights, in silence.
         self._agreement.compare(f"leave at({version!r})")
 
-    def _begin_visit(self, version: Key) -> tuple[StoredState, LiveState, ProcessState]:
-        def prepare() -> tuple[StoredState, LiveState, ProcessState]:
+    def _begin_visit(self, version: Key) -> Visit:
+        def prepare() -> Visit:
             state, live = self._prepare_read(version)
             self._swap.prepare(state.arena.plan)
-            return state, live, ProcessState.of(self._model)
+            is_live = self._tracker.is_live(state.key, live)
+            return Visit(state, live, ProcessState.of(self._model), parks_parameters=not is_live)
 
         with self._lock:
             self._refuse_if_busy("at")
-            visit = self._agreement.prepare(f"at({version!r})", prepare)
-            self._visited, self._visiting_thread = visit[0], threading.current_thread().name
-            return visit
+            return self._visits.enter(self._agreement.prepare(f"at({version!r})", prepare))
 
     def tensors(self) -> dict[Key, dict[str, Tensor]]:
         """Every retained state as views by name, sharded like the live tensors; for writing, and valid until dropped.
@@ -363,13 +318,8 @@ class StateCache:
         with HeldSignals(), self._lock:
             self._refuse_if_busy("mark_live_changed")
             self._tracker.changed()
-            lost = [state.key for state in self._store.pending]
-            self._drop(lost)
-            if lost:
-                raise StateInUseError(
-                    f"live weights were edited while the lazy snapshots {lost} still waited to be copied: their values "
-                    "are gone, and they were dropped. Call materialize() before editing weights by hand"
-                )
+            if self._store.pending:
+                self._give_up_pending("live weights were edited", "editing weights by hand")
 
     def before_step(self) -> None:
         """Called by the step hook of a watched optimizer: complete lazy snapshots, then count as changed.
@@ -401,7 +351,7 @@ class StateCache:
             self._swap.release()
             self._pool.trim()
             self._agreement.close()
-            _caches_of[self._model].discard(self)
+            self._visits.caches.discard(self)
             self._is_closed = True
 
     def __enter__(self) -> Self:
@@ -415,13 +365,7 @@ class StateCache:
     def _refuse_if_busy(self, operation: str) -> None:
         if self._is_closed:
             raise StateInUseError(f"{operation} on a closed cache; build a new StateCache")
-        busy = next((cache for cache in _caches_of[self._model] if cache._visited is not None), None)
-        if busy is not None and busy._visited is not None:
-            raise StateInUseError(
-                f"{operation} inside a visit to {busy._visited.label} (by thread {busy._visiting_thread!r}; now "
-                f"{threading.current_thread().name!r}): the live model does not hold its own weights there. "
-                "Leave the visit first; visits do not nest"
-            )
+        self._visits.refuse_if_busy(operation)
 
     def _prepare_read(self, version: Key) -> tuple[StoredState, LiveState]:
         state = self._store.get(version)
@@ -442,12 +386,8 @@ class StateCache:
             return
         live = live or self._look()
         if (unwatched := self._tracker.unwatched(live)) is not None:
-            lost = [state.key for state in self._store.pending]
-            self._drop(lost)
-            raise StateInUseError(
-                f"parameter {unwatched!r} was replaced or made trainable, without a watched optimizer, while the lazy "
-                f"snapshots {lost} still waited to be copied: their values may be gone, and they were dropped. Call "
-                "materialize() before such a change"
+            self._give_up_pending(
+                f"parameter {unwatched!r} was replaced or made trainable, without a watched optimizer,", "such a change"
             )
         for state in self._store.pending:
             if state.layout.parameters != live.layout.parameters:  # buffers were copied when it was taken
@@ -455,10 +395,17 @@ class StateCache:
             state.arena.copy_from(live.parameters)
             state.is_pending = False
 
+    def _give_up_pending(self, cause: str, change: str) -> None:
+        lost = [state.key for state in self._store.pending]
+        self._drop(lost)
+        raise StateInUseError(
+            f"{cause} while the lazy snapshots {lost} still waited to be copied: their values may be gone, and they "
+            f"were dropped. Call materialize() before {change}"
+        )
+
     def _drop(self, keys: list[Key] | list[int]) -> None:
         for key in keys:
-            if self._visited is not None and self._visited.key == key:
-                raise StateInUseError(f"{self._visited.label} is being visited and cannot be dropped; leave it first")
+            self._visits.refuse_drop(self._store.get(key))
         for key in keys:
             self._store.drop(key)
             self._tracker.remove(key)

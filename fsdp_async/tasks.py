@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tokenizers import Regex, Tokenizer, decoders
 from tokenizers.models import WordLevel
@@ -22,6 +22,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from fsdp_async.backends import resolve_backend
+from fsdp_async.checks import require_choice
 from fsdp_async.errors import ConfigError, InputError
 from fsdp_async.types import Prompt
 
@@ -31,6 +32,7 @@ TEXT_CHARACTERS = CHARACTERS + "".join(sorted({*string.ascii_uppercase, *string.
 """What `reasoning_gym` may ask in: printable ASCII and the end of a line. Shared characters have the same tokens."""
 MAX_DIGITS = 6
 """`sort_digits` lists all its items (10 to the power of this many), which takes seconds here and ever longer above."""
+TaskKind = Literal["sort_digits", "jsonl", "reasoning_gym"]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -44,7 +46,7 @@ class TaskConfig:
     last `eval_items` are for evaluation. Questions and answers must be ASCII.
     """
 
-    kind: Literal["sort_digits", "jsonl", "reasoning_gym"] = "sort_digits"
+    kind: TaskKind = "sort_digits"
     num_digits: int = 4
     path: str | None = None
     name: str | None = None
@@ -53,6 +55,7 @@ class TaskConfig:
     max_prompt_tokens: int = 16
 
     def __post_init__(self) -> None:
+        require_choice("task.kind", self.kind, get_args(TaskKind))
         if self.num_digits < 1 or self.eval_items < 1 or self.max_prompt_tokens < 1:
             raise ConfigError(
                 f"task.num_digits={self.num_digits}, eval_items={self.eval_items}, "

@@ -6,7 +6,7 @@ Owns spans of work on one clock (`time.monotonic`, shared by all processes of a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,11 +23,13 @@ class Span:
 class Timeline:
     """Spans of one worker, counted from an epoch that was `elapsed_s` ago. Not thread-safe.
 
-    `epoch_s` is that moment on the monotonic clock.
+    `epoch_s` is that moment on the monotonic clock. `announce` is told the innermost phase whenever it changes.
     """
 
-    def __init__(self, *, elapsed_s: float = 0.0) -> None:
+    def __init__(self, *, elapsed_s: float = 0.0, announce: Callable[[str], None] | None = None) -> None:
         self.epoch_s = time.monotonic() - elapsed_s
+        self._announce = announce
+        self._current = ""
         self._fresh: list[Span] = []
         self._seconds: dict[str, float] = {}
 
@@ -38,13 +40,20 @@ class Timeline:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Record the body as one span of `name`, also when it raises."""
-        start_s = self.now_s()
+        start_s, outer = self.now_s(), self._current
+        self._enter(name)
         try:
             yield
         finally:
+            self._enter(outer)
             stop_s = self.now_s()
             self._fresh.append(Span(name, start_s, stop_s))
             self._seconds[name] = self._seconds.get(name, 0.0) + stop_s - start_s
+
+    def _enter(self, name: str) -> None:
+        self._current = name
+        if self._announce is not None:
+            self._announce(name)
 
     def seconds(self, name: str) -> float:
         """All time spent in phase `name` so far."""

@@ -14,7 +14,7 @@
 Owns the order of things and nothing else: it speaks protocols and does no arithmetic. A group submitted under version
 v is trained on before v + max_staleness + 1 is published, because admission bounds what is outstanding and the oldest
 are taken first; `max_staleness=0` with `sync_every=1` is the synchronous loop. See [Note: three factors] in
-`factors.py` and [Note: life of a version] in `state_cache.py`.
+`factors.py` and [Note: life of a version] in `version_store.py`.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class TrainerParts:
     lead: Lead
     observers: tuple[Observer, ...] = ()
     record_batch: Callable[[int, Mapping[str, Tensor]], None] | None = None
+    record_groups: Callable[[int, list[ResponseGroup]], None] | None = None
     checkpoints: Checkpoints | None = None
 
 
@@ -158,6 +159,8 @@ class AsyncTrainer:
                 return False
             self.step += 1
             self._step(self.step, groups)
+            if self.parts.record_groups is not None:
+                self.parts.record_groups(self.step, groups)
             last = self.step == self.config.num_batches
             if self.step % self.config.sync_every == 0 or last:
                 self._publish()

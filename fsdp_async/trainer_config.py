@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
+from fsdp_async.checks import require_choice
 from fsdp_async.errors import ConfigError
 from fsdp_async.learner import Anchor
 
@@ -26,6 +28,7 @@ class TrainerConfig:
     eval_every: int = 10
 
     def __post_init__(self) -> None:
+        require_choice("trainer.anchor", self.anchor, get_args(Anchor))
         for name in ("num_batches", "groups_per_batch", "group_size", "mini_batches", "sync_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}: must be at least 1")

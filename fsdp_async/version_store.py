@@ -6,6 +6,17 @@ Promises: a state is refused before anything is allocated for it, with what is r
 nothing is evicted; replacing a state does not count it twice.
 
 Does not: copy tensors, or know whether a state equals the live weights.
+
+[Note: life of a version]
+*Taken*: `snapshot(v)` copies the live parameters and buffers. With `lazy=True` only the arena is reserved and the
+buffers are copied (they change in forwards); the version is *pending*: its parameters are the live ones, so they
+are copied when something is about to change these: the next step of a watched optimizer, or `restore` of another
+version. Dropped before that, it costs no copy. *Live*: v equals the live parameters from its snapshot or restore
+until the next optimizer step begins; a visit then copies buffers only. Whether that holds is known only if every
+trainable parameter belongs to a watched optimizer; otherwise `live_version` is None and lazy is refused. Whoever
+edits weights by hand says so by `mark_live_changed()`. *Visited*: inside `at(v)` the model computes with v;
+nothing may take, change or step weights until the visit ends. *Gone*: `drop`, or `retain` without it. The arena
+goes to the pool and serves the next version. Nothing is evicted unasked.
 """
 
 from __future__ import annotations

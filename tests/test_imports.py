@@ -12,11 +12,11 @@ import fsdp_async
 PACKAGE = Path(fsdp_async.__file__).parent
 LEVELS = [
     {"types", "errors", "checks", "timeline"},
-    {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files"}
+    {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files", "audit"}
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
-    | {"interrupts"}
+    | {"interrupts", "visits", "description"}
     | {"tasks", "rewards", "scoring", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
     | {"queue_state", "run_dir", "buckets", "shared_block"},
     {"modeling", "generation", "rollout", "rollout_hf", "engine_proxy", "engine_worker", "weight_sync"}
