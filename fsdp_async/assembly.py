@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fsdp_async.audit import CONSUMED, PHASE, PRODUCED, GroupLog, phase_announcer, rewind_log
 from fsdp_async.checkpoint import CheckpointWriter, load_tensors
 from fsdp_async.config import Config
+from fsdp_async.devices import PlacedBuilder, engine_placement, trainer_placement
 from fsdp_async.evaluation import sampled_accuracy
 from fsdp_async.feed import RolloutFeed
 from fsdp_async.lead import Lead
@@ -30,6 +31,7 @@ from fsdp_async.resume import Resumption, generators, set_generators, task_diges
 from fsdp_async.rewards import OwnedReward, build_reward, build_right
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
+from fsdp_async.rollout_inline import InlineEngine
 from fsdp_async.run_dir import strict
 from fsdp_async.run_files import RunFiles
 from fsdp_async.sample_queue import SampleQueue
@@ -76,7 +78,7 @@ def assemble(
     if state:
         task.load_state_dict(state["task"])
     # On every rank, since evaluation is shared out; the training reward of rank 0 alone is asked.
-    reward = stack.enter_context(closing(build_reward(config.rewards, task)))
+    reward = stack.enter_context(closing(build_reward(config.rewards, task, inline=config.trainer.debug)))
     feed = None if files is None else _feed(config, task, reward, files.directory, timeline, stack)
     learner = _learner(config, task, lead, resumption, view, stack)
     observers: tuple[Observer, ...] = ()
@@ -152,18 +154,24 @@ def _feed(
     )
 
 
-def _engine(config: Config, task: Task, directory: Path) -> ProcessEngine | ThreadEngine:
-    builder = partial(build_model, config.model, vocab_size=task.vocab_size, seed=config.run.seed)
-    kind: type[ProcessEngine] | type[ThreadEngine] = (
+def _engine(config: Config, task: Task, directory: Path) -> ProcessEngine | ThreadEngine | InlineEngine:
+    trainer, rollout = config.trainer, config.rollout
+    placement = engine_placement(rollout.device, rollout.dtype, trainer_placement(trainer.device, trainer.dtype))
+    build = partial(build_model, config.model, vocab_size=task.vocab_size, seed=config.run.seed)
+    builder = PlacedBuilder(build, placement)
+    kind: type[ProcessEngine] | type[ThreadEngine] | type[InlineEngine] = (
         ProcessEngine if config.rollout.engine == "process" else ThreadEngine
     )
+    if config.trainer.debug:
+        kind = InlineEngine
     record_dir = directory / "engine_weights" if config.rollout.record_weights else None
     log = directory / PRODUCED if config.run.audit else None
     return kind(builder, config.rollout, seed=config.run.seed, record_dir=record_dir, log=log)
 
 
 def _publisher(config: Config, engine: RolloutEngine, timeline: Timeline) -> WeightPublisher:
-    kind = {"process": SharedMemoryPublisher, "thread": InProcessPublisher}[config.rollout.engine]
+    is_elsewhere = config.rollout.engine == "process" and not config.trainer.debug
+    kind = SharedMemoryPublisher if is_elsewhere else InProcessPublisher
     rollout, waiting = config.rollout, partial(timeline.phase, "wait")
     return kind([engine], bucket_bytes=rollout.bucket_bytes, timeout_s=rollout.load_timeout_s, waiting=waiting)
 
@@ -181,10 +189,11 @@ def _sampling(config: Config, task: Task) -> SamplingParams:
 def _learner(
     config: Config, task: Task, lead: Lead, resumption: Resumption | None, view: Watcher, stack: ExitStack
 ) -> Learner:
-    net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed)
+    placement = trainer_placement(config.trainer.device, config.trainer.dtype)
+    net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed).to(placement.device)
     if resumption is None:
         _warm_start(config, task, lead, net, view)
-    apply_fsdp2(net)
+    apply_fsdp2(net, placement)
     optimizer = build_optimizer(net, config.optim)
     cache = stack.enter_context(StateCache(net, config.cache))
     cache.watch(optimizer)

@@ -90,15 +90,22 @@ class WeightReceiver:
     A tensor that is not laid out as it is published (transposed, sliced, lazily conjugated) is written once all of it
     has arrived. A publication that broke off is forgotten when the next one begins.
 
+    Args:
+        model: takes what is published.
+        casts: what is floating-point may be published in another floating dtype than the model's, and is rounded.
+
     Raises:
         UnsupportedModelError: elements of a tensor share memory, so that it cannot hold what is published.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, casts: bool = False) -> None:
+        self._casts = casts
         self._targets: dict[str, Tensor] = dict(model.state_dict())
         for name, target in self._targets.items():
             _refuse_overlap(name, target)
         self._arrived: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        """Bytes by name: of what came so far, and of the whole."""
         self._staged: dict[str, Tensor] = {}
         self._next: tuple[int, int] | None = None
         """(version, index) of the bucket that goes on with what has begun."""
@@ -130,15 +137,16 @@ class WeightReceiver:
     def _write(self, entry: BucketEntry, piece: Tensor) -> None:
         target = self._targets[entry.name]
         self._arrived[entry.name] = self._arrived.get(entry.name, 0) + len(piece)
-        if _is_plain(target):
+        self._sizes[entry.name] = target.numel() * entry.dtype.itemsize
+        if _is_plain(target) and target.dtype == entry.dtype:
             _bytes(target)[entry.start : entry.stop].copy_(piece)
             return
         staged = self._staged.get(entry.name)
         if staged is None:
-            staged = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+            staged = torch.empty(target.shape, dtype=entry.dtype, device=target.device)
             self._staged[entry.name] = staged
         _bytes(staged)[entry.start : entry.stop].copy_(piece)
-        if self._arrived[entry.name] == target.numel() * target.element_size():
+        if self._arrived[entry.name] == self._sizes[entry.name]:
             with torch.no_grad():
                 target.copy_(self._staged.pop(entry.name))
 
@@ -149,7 +157,8 @@ class WeightReceiver:
                 f"version {version}: published {entry.name!r}, which this model does not have; it has "
                 f"{sorted(self._targets)}"
             )
-        if tuple(target.shape) != entry.shape or target.dtype != entry.dtype:
+        casts = self._casts and target.is_floating_point() and entry.dtype.is_floating_point
+        if tuple(target.shape) != entry.shape or not (casts or target.dtype == entry.dtype):
             raise StateMismatchError(
                 f"version {version}: {entry.name!r} was published as {entry.dtype} {entry.shape}, this model expects "
                 f"{target.dtype} {tuple(target.shape)}; were local shards published instead of full tensors?"
@@ -157,11 +166,7 @@ class WeightReceiver:
 
     def _check_complete(self, version: int) -> None:
         """A tied tensor arrives under its first name only; all names of its memory are then complete."""
-        whole = {
-            _identity(self._targets[name])
-            for name, size in self._arrived.items()
-            if size == self._targets[name].numel() * self._targets[name].element_size()
-        }
+        whole = {_identity(self._targets[name]) for name, size in self._arrived.items() if size == self._sizes[name]}
         missing = sorted(name for name, target in self._targets.items() if _identity(target) not in whole)
         if missing:
             raise StateMismatchError(f"version {version} was published without all of {missing}; publish every tensor")

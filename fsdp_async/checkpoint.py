@@ -184,9 +184,9 @@ class _Pending:
 
 
 def staged(value: Any) -> Any:
-    """A copy of a tree of mappings, sequences and tensors; what training does afterwards does not reach it."""
+    """A copy, in host memory, of a tree of mappings, sequences and tensors; later training does not reach it."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
         return {key: staged(item) for key, item in value.items()}
     return [staged(item) for item in value] if isinstance(value, list | tuple) else value

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from inspect import getdoc
 from pathlib import Path
@@ -56,19 +56,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     errors = Console(stderr=True)
+    is_debugged = False
     try:
         config = compose_config(options.overrides)
         if options.command == "plan":
-            for line in plan_lines(config):
-                Output().print(line, highlight=False, soft_wrap=True, markup=False)
+            _print(plan_lines(config))
             return 0
+        is_debugged = config.trainer.debug
         return _train(config)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (FsdpAsyncError, OSError) as error:
+        if is_debugged:
+            raise
         errors.print(f"[bold red]{type(error).__name__}[/bold red]: ", end="")
         errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 1
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        Output().print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def compose_config(overrides: Sequence[str]) -> Config:
@@ -217,16 +225,22 @@ class _Signals:
 class _View(Terminal):
     """The terminal, plus the moments between which a signal can stop the trainer."""
 
-    def __init__(self, num_batches: int, signals: _Signals) -> None:
-        # Under torchrun rank 0 speaks for all.
-        super().__init__(num_batches, console=None if os.environ.get("RANK", "0") == "0" else Output(quiet=True))
+    def __init__(self, config: Config, signals: _Signals | None) -> None:
+        super().__init__(
+            config.trainer.num_batches,
+            # Under torchrun rank 0 speaks for all.
+            console=None if os.environ.get("RANK", "0") == "0" else Output(quiet=True),
+            # A debugger needs the terminal for itself.
+            is_live=not config.trainer.debug,
+        )
         self._signals = signals
 
     def trainer_ready(self, trainer: AsyncTrainer) -> None:
-        self._signals.stop_gently(trainer)
+        if self._signals is not None:
+            self._signals.stop_gently(trainer)
 
     def observe(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        if event == "end":
+        if event == "end" and self._signals is not None:
             self._signals.let_end()
         super().observe(event, step, values)
 
@@ -246,11 +260,16 @@ def _end_with_launcher(stop_timeout_s: float) -> None:
 
 
 def _train(config: Config) -> int:
+    if config.trainer.debug:
+        # Ctrl-C is the debugger's: it ends a run where it stands.
+        with _View(config, None) as view:
+            run_training(config, view)
+        return 0
     if dist.is_torchelastic_launched():
         _end_with_launcher(config.run.stop_timeout_s)
     with (
         _Signals(config.run.stop_timeout_s) as signals,
-        _View(config.trainer.num_batches, signals) as view,
+        _View(config, signals) as view,
         contextlib.suppress(KeyboardInterrupt),
     ):
         run_training(config, view)

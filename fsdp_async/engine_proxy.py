@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_async.buckets import WeightBucket
+from fsdp_async.devices import PlacedBuilder
 from fsdp_async.engine_worker import Command, Failed, Groups, Loaded, Progress, Ready, Submit, WorkerSpec
 from fsdp_async.errors import EngineDiedError, EngineTimeoutError, InputError
 from fsdp_async.rollout import RolloutConfig, SamplingParams
@@ -224,4 +225,5 @@ def worker_spec(
         interrupt=config.interrupt,
         partial=config.partial is not False,
         log=log,
+        casts=isinstance(model_builder, PlacedBuilder),
     )

@@ -107,7 +107,11 @@ class Channel(Protocol):
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker is built from; picklable. `record_dir` None keeps no weights, `log` None no list of groups."""
+    """What a worker is built from; picklable.
+
+    `record_dir` None keeps no weights, `log` None no list of groups; `casts` where the model has another dtype than the
+    trainer's weights.
+    """
 
     model_builder: Callable[[], nn.Module]
     seed: int
@@ -116,6 +120,7 @@ class WorkerSpec:
     interrupt: bool = True
     partial: bool = True
     log: Path | None = None
+    casts: bool = False
 
 
 class _ClosedError(Exception):
@@ -125,7 +130,9 @@ class _ClosedError(Exception):
 def run_worker(spec: WorkerSpec, channel: Channel) -> None:
     """Serve until closed; an error is reported with its traceback before the worker ends."""
     try:
-        _Worker(spec, channel).serve()
+        worker = Worker(spec, channel)
+        with contextlib.closing(worker):
+            worker.serve()
     except (_ClosedError, EOFError, ConnectionError):
         return
     except Exception:  # noqa: BLE001 - the edge of the worker: whatever it was, the trainer's side must hear of it
@@ -133,12 +140,14 @@ def run_worker(spec: WorkerSpec, channel: Channel) -> None:
             channel.send(Failed(traceback.format_exc()))
 
 
-class _Worker:
+class Worker:
+    """Takes what comes from `channel`, one message or one chunk at a time."""
+
     def __init__(self, spec: WorkerSpec, channel: Channel) -> None:
         self._spec = spec
         self._channel = channel
         self._model = spec.model_builder().eval()
-        self._receiver = WeightReceiver(self._model)
+        self._receiver = WeightReceiver(self._model, casts=spec.casts)
         self._waiting: deque[tuple[Prompt, Submit]] = deque()
         self._version: int | None = None
         self._is_paused = False
@@ -149,25 +158,38 @@ class _Worker:
         channel.send(Ready())
 
     def serve(self) -> None:
-        try:
-            while True:
-                message = self._next_message()
-                if message is not None:
-                    self._handle(message)
-                elif self._can_generate():
-                    self._generate()
-                else:
-                    self._beat()
-        finally:
-            if self._record_fd is not None:
-                os.close(self._record_fd)
-            if self._log is not None:
-                self._log.close()
+        """Work for ever; ends by what the channel raises, or `close`."""
+        while True:
+            if not self._work_once(BEAT_S):
+                self._beat()
 
-    def _next_message(self) -> Any | None:
+    def work(self) -> None:
+        """Do all that there is to do now."""
+        while self._work_once(0.0):
+            pass
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self._record_fd is not None:
+            os.close(self._record_fd)
+        if self._log is not None:
+            self._log.close()
+
+    def _work_once(self, patience_s: float) -> bool:
+        """Handle a message or generate a chunk; False where there was neither for `patience_s`."""
+        message = self._next_message(patience_s)
+        if message is not None:
+            self._handle(message)
+        elif self._can_generate():
+            self._generate()
+        else:
+            return False
+        return True
+
+    def _next_message(self, patience_s: float) -> Any | None:
         if self._unhandled:
             return self._unhandled.popleft()
-        return self._channel.receive(0.0 if self._can_generate() else BEAT_S)
+        return self._channel.receive(0.0 if self._can_generate() else patience_s)
 
     def _can_generate(self) -> bool:
         return bool(self._waiting) and self._version is not None and not self._is_paused

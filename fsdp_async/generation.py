@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from fsdp_async.batching import position_ids
+from fsdp_async.devices import device_of
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.rollout import SamplingParams
 from fsdp_async.types import (
@@ -109,6 +110,7 @@ class Generation:
         partials: Mapping[GroupKey, PartialGroup] | None = None,
     ) -> None:
         self._model = model
+        self._device = device_of(model)
         self._prompts = list(prompts)
         self._params = params
         self._uniforms = torch.cat([_uniforms(prompt, params, seed) for prompt in prompts])
@@ -140,7 +142,7 @@ class Generation:
         with torch.no_grad():
             logits = self._prefill() if self._input is None else self._forward(*self._input)
             lengths = torch.tensor([min(len(self._rows[i].tokens), self._uniforms.shape[1] - 1) for i in self._active])
-            draws = self._uniforms[torch.tensor(self._active), lengths]
+            draws = self._uniforms[torch.tensor(self._active), lengths].to(self._device)
             token = _draw(logits, draws, self._params.temperature)
             log_prob = token_log_probs(logits, token, temperature=self._params.temperature)
         for index, drawn, value in zip(self._active, token.tolist(), log_prob.tolist(), strict=True):
@@ -180,15 +182,24 @@ class Generation:
             self._active = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
             size = self._params.num_samples
             known = [[*self._prompts[i // size].token_ids, *self._rows[i].tokens] for i in self._active]
-            return self._forward(*_left_padded(known, self._params.pad_token_id))
+            return self._forward(*self._left_padded(known))
         # Each prompt is read once; its responses share what was read.
         num = self._params.num_samples
         self._active = list(range(len(self._rows)))
-        ids, attention, positions = _left_padded([p.token_ids for p in self._prompts], self._params.pad_token_id)
+        ids, attention, positions = self._left_padded([p.token_ids for p in self._prompts])
         logits = self._forward(ids, attention, positions)
         self._cache.batch_repeat_interleave(num)
         self._input = (ids, attention.repeat_interleave(num, dim=0), positions.repeat_interleave(num, dim=0))
         return logits.repeat_interleave(num, dim=0)
+
+    def _left_padded(self, sequences: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, attention mask and positions [N,S] of sequences of any lengths, where the model is."""
+        width = max(map(len, sequences))
+        pads = [width - len(sequence) for sequence in sequences]
+        filler = self._params.pad_token_id
+        ids = torch.tensor([[filler] * pad + [*sequence] for pad, sequence in zip(pads, sequences, strict=True)])
+        attention = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        return ids.to(self._device), attention.to(self._device), position_ids(attention).to(self._device)
 
     def _forward(self, ids: Tensor, attention: Tensor, positions: Tensor) -> Tensor:
         self._input = (ids, attention, positions)
@@ -236,15 +247,6 @@ def _uniforms(prompt: Prompt, params: SamplingParams, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}/{prompt.prompt_id}/{prompt.epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.rand(params.num_samples, params.max_response_tokens, generator=generator, dtype=torch.float64)
-
-
-def _left_padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, attention mask and positions [N,S] of sequences of any lengths."""
-    width = max(map(len, sequences))
-    pads = [width - len(sequence) for sequence in sequences]
-    ids = [[pad_token_id] * pad + [*sequence] for pad, sequence in zip(pads, sequences, strict=True)]
-    attention = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
-    return torch.tensor(ids), attention, position_ids(attention)
 
 
 def _response(prompt: Prompt, index: int, row: _Row, params: SamplingParams) -> Response:

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fsdp_async.checks import require_choice, require_flag
+from fsdp_async.devices import ON_HOST, Placement, device_of
 from fsdp_async.errors import ConfigError
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.types import TrainBatch
@@ -135,25 +136,36 @@ def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForC
         return Qwen3ForCausalLM(hf_config).float()
 
 
-def ensure_process_group() -> bool:
-    """Start a gloo group where none exists, of torchrun's ranks or of this process alone; True if this call did."""
+def ensure_process_group(placement: Placement = ON_HOST) -> bool:
+    """Start a group where none exists, of torchrun's ranks or of this process alone; True if this call did.
+
+    Gloo for what lives on the host and, with GPUs, NCCL for what lives there.
+    """
+    if placement.device.type == "cuda":
+        torch.cuda.set_device(placement.device)
     if dist.is_initialized():
         return False
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(placement.backend)
         return True
     # Documented, but missing from the module's list of exports.
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group(placement.backend, store=store, rank=0, world_size=1)
     return True
 
 
-def apply_fsdp2(model: Qwen3ForCausalLM) -> None:
-    """Shard `model` in place, each decoder layer and then the root, over all ranks of a 1-D CPU mesh."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def apply_fsdp2(model: Qwen3ForCausalLM, placement: Placement = ON_HOST) -> None:
+    """Shard `model`, which lies on that device, in place: each decoder layer, then the root, over all ranks.
+
+    Weights, gradients and their reduction stay in float32; forwards and backwards compute in the placement's dtype.
+    """
+    mesh = init_device_mesh(placement.device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if placement.dtype != torch.float32:
+        policy = MixedPrecisionPolicy(param_dtype=placement.dtype, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 @contextmanager
@@ -206,14 +218,16 @@ def response_log_prob(model: nn.Module, batch: TrainBatch) -> Tensor:
     position P + t - 1.
 
     Returns:
-        [B,T] float32, with gradient where it is enabled; values off `response_mask` are meaningless but finite.
+        [B,T] float32 on the host, where the batch is, with gradient where it is enabled; values off `response_mask` are
+        meaningless but finite.
     """
-    num_positions = batch.num_response_positions
+    num_positions, device = batch.num_response_positions, device_of(model)
+    ids = batch.input_ids.to(device)
     logits = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        position_ids=batch.position_ids,
+        input_ids=ids,
+        attention_mask=batch.attention_mask.to(device),
+        position_ids=batch.position_ids.to(device),
         logits_to_keep=num_positions + 1,
     ).logits[:, :-1]
-    targets = batch.input_ids[:, -num_positions:]
-    return token_log_probs(logits, targets, temperature=batch.temperature)
+    log_prob = token_log_probs(logits, ids[:, -num_positions:], temperature=batch.temperature.to(device))
+    return log_prob.to(batch.input_ids.device)

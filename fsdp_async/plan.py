@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fsdp_async.config import Config
 from fsdp_async.correction_config import Bounds, Rejection
+from fsdp_async.devices import engine_placement, trainer_placement
 from fsdp_async.rewards import IN_PROCESS
 
 BYTES_PER_PARAMETER = 4
@@ -16,6 +17,7 @@ BYTES_PER_PARAMETER = 4
 def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
     """One sentence a line; `num_parameters` are those of the whole model, tied ones counted once."""
     return [
+        _compute(config),
         _start(config),
         _generation(config),
         _reward(config),
@@ -29,6 +31,13 @@ def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
         _cache(config, num_parameters),
         _canary(config),
     ]
+
+
+def _compute(config: Config) -> str:
+    """Raises ConfigError where a device is not there."""
+    trainer = trainer_placement(config.trainer.device, config.trainer.dtype)
+    engine = engine_placement(config.rollout.device, config.rollout.dtype, trainer)
+    return f"compute: each rank of the trainer on {trainer} (weights in float32), the engine on {engine}"
 
 
 def _start(config: Config) -> str:
@@ -54,6 +63,8 @@ def _optimizer(config: Config) -> str:
 
 def _generation(config: Config) -> str:
     where = {"process": "a child process", "thread": "a thread of this process"}[config.rollout.engine]
+    if config.trainer.debug:
+        where = "this thread, as soon as prompts are submitted (trainer.debug),"
     return (
         f"rollout: {where} samples {config.trainer.group_size} responses of at most "
         f"{config.rollout.max_response_tokens} tokens to each prompt at temperature "
@@ -70,7 +81,9 @@ def _reward(config: Config) -> str:
         "math_verify": "1 for the same mathematics as the answer (math-verify), else 0, in a process of its own",
         "reasoning_gym": "the score of the dataset that asked (reasoning-gym), in a process of its own",
     }[rewards.kind]
-    if rewards.kind not in IN_PROCESS:
+    if config.trainer.debug:
+        text = text.replace("in a process of its own", "in this process (trainer.debug); an error in it ends the run")
+    elif rewards.kind not in IN_PROCESS:
         text += (
             f"; a response that it fails on, or takes more than {rewards.timeout_s:g} s for, gets "
             f"{rewards.failure_value:g}, and more than {rewards.max_failures} of them end the run"

@@ -17,6 +17,7 @@ from fsdp_async.backends import resolve_backend
 from fsdp_async.checks import require_choice
 from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.scoring import Limits, ProcessReward, TextSource
+from fsdp_async.scoring_inline import InlineReward
 from fsdp_async.types import Prompt, Response, ResponseGroup
 
 RewardKind = Literal["exact", "graded", "python", "math_verify", "reasoning_gym"]
@@ -139,7 +140,7 @@ class AnswerMatch:
 class Verdict:
     """1.0 where the score of `reward` is at least `RIGHT`, else 0.0, also where it failed, whatever a failure earns."""
 
-    reward: ProcessReward
+    reward: ProcessReward | InlineReward
 
     def score(self, prompt: Prompt, response: Response) -> float:
         """1.0 or 0.0."""
@@ -147,10 +148,11 @@ class Verdict:
         return float(value is not None and value >= RIGHT)
 
 
-def build_reward(config: RewardConfig, source: TextSource | None = None) -> OwnedReward:
+def build_reward(config: RewardConfig, source: TextSource | None = None, *, inline: bool = False) -> OwnedReward:
     """The configured reward, for prompts that carry their answers; close it.
 
-    `source` (a task) gives the texts; `exact` and `graded` compare tokens and need none.
+    `source` (a task) gives the texts; `exact` and `graded` compare tokens and need none. `inline` calls a function in
+    this process, where a debugger sees it; `timeout_s`, `max_failures` and `failure_value` then do not act.
 
     Raises:
         ConfigError: the function cannot be imported, or an optional package is not installed; names what is missing.
@@ -163,6 +165,8 @@ def build_reward(config: RewardConfig, source: TextSource | None = None) -> Owne
     if config.kind in LIBRARIES:
         function = f"{resolve_backend(config.kind).__file__}:score"
     assert function is not None
+    if inline:
+        return InlineReward(function, source)
     return ProcessReward(function, source, Limits(config.timeout_s, config.max_failures, config.failure_value))
 
 
@@ -173,7 +177,7 @@ def build_right(config: RewardConfig, reward: OwnedReward) -> Reward:
     answer can be written in several ways, one that `reward` scores at least `RIGHT`.
     """
     if config.kind in LIBRARIES:
-        assert isinstance(reward, ProcessReward)
+        assert isinstance(reward, ProcessReward | InlineReward)
         return Verdict(reward)
     return AnswerMatch(graded=False)
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from fsdp_async.buckets import WeightBucket
 from fsdp_async.checks import require_choice, require_flag, require_number, require_whole
+from fsdp_async.devices import DeviceKind, DtypeKind
 from fsdp_async.errors import ConfigError
 from fsdp_async.types import GroupKey, PartialGroup, Prompt, ResponseGroup
 
@@ -52,7 +53,8 @@ class RolloutConfig:
     responses. `partial` null means true. `answer_timeout_s` is how long an engine may give no sign of life (it gives
     one at least each second), `load_timeout_s` how long it may take to copy a bucket of weights. An engine that died or
     fell silent is started again, at most `max_restarts` times without a batch trained in between, and its prompts are
-    issued again. `record_weights` has the engine write what it received to `engine_weights/` of the run.
+    issued again. `record_weights` has the engine write what it received to `engine_weights/` of the run. `device` and
+    `dtype` `auto` are those of the trainer; another dtype makes the engine's mismatch larger, and generation faster.
     """
 
     engine: EngineKind = "process"
@@ -68,9 +70,13 @@ class RolloutConfig:
     load_timeout_s: float = 120.0
     bucket_bytes: int = 64 << 20
     record_weights: bool = False
+    device: DeviceKind = "auto"
+    dtype: DtypeKind = "auto"
 
     def __post_init__(self) -> None:
         require_choice("rollout.engine", self.engine, get_args(EngineKind))
+        require_choice("rollout.device", self.device, get_args(DeviceKind))
+        require_choice("rollout.dtype", self.dtype, get_args(DtypeKind))
         for name in ("interrupt", "record_weights", *(["partial"] if self.partial is not None else [])):
             require_flag(f"rollout.{name}", getattr(self, name))
         if not MIN_TEMPERATURE <= self.temperature < math.inf:

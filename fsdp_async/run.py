@@ -6,6 +6,7 @@ taken down in reverse order whatever happened. What is built is `assembly.py`'s 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from fsdp_async.assembly import assemble, checked_task
 from fsdp_async.config import Config
+from fsdp_async.devices import trainer_placement
 from fsdp_async.errors import ConfigError, FsdpAsyncError, RankFailedError
 from fsdp_async.lead import Lead
 from fsdp_async.modeling import build_model, ensure_process_group
@@ -81,7 +83,9 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
         FsdpAsyncError: whatever ended the run; what was done until then is on disk.
     """
     with ExitStack() as stack:
-        if ensure_process_group():
+        if config.trainer.debug:
+            stack.enter_context(_deterministic())
+        if ensure_process_group(trainer_placement(config.trainer.device, config.trainer.dtype)):
             stack.callback(dist.destroy_process_group)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(config.run.num_threads)
@@ -106,6 +110,29 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
 
 
 @contextmanager
+def _deterministic() -> Iterator[None]:
+    """For a debugger: one process, and kernels that give the same each time.
+
+    Raises:
+        ConfigError: there are other ranks.
+    """
+    if (num_ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise ConfigError(
+            f"trainer.debug=true on {num_ranks} ranks: it runs everything in one process, where a debugger sees it; "
+            "start it without torchrun"
+        )
+    before = torch.are_deterministic_algorithms_enabled()
+    if torch.cuda.is_available():
+        # What cuBLAS needs for it; read when it starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
 def _ranks_named(lead: Lead) -> Iterator[None]:
     """Say that a rank ended where gloo says that a connection did; it has no error of its own for that."""
     try:
@@ -125,7 +152,7 @@ def _open(config: Config, view: View, files: RunFiles) -> Resumption | None:
     if config.run.resume is None:
         find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
     # A function that is missing is heard of before anything is written.
-    build_reward(config.rewards, checked_task(config)).close()
+    build_reward(config.rewards, checked_task(config), inline=config.trainer.debug).close()
     files.lock()
     resumption = find_resumption(config)
     if resumption is not None:

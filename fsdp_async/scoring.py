@@ -48,6 +48,17 @@ class Limits:
     failure_value: float
 
 
+def reward_arguments(source: TextSource, prompt: Prompt, response: Response) -> tuple[str, str, dict[str, Any]]:
+    """What a reward function is called with: texts of prompt and response, and `info`."""
+    info = {
+        **source.scoring_info(prompt.prompt_id),
+        "prompt_id": prompt.prompt_id,
+        "sample_index": response.sample_index,
+        "finish_reason": response.finish_reason,
+    }
+    return source.decode(prompt.token_ids), source.decode(response.token_ids), info
+
+
 class ProcessReward:
     """`function(prompt_text, response_text, info) -> float`, run in a process of its own.
 
@@ -118,7 +129,7 @@ class ProcessReward:
         self._end_worker()
 
     def _ask(self, prompt: Prompt, response: Response) -> tuple[str, Any]:
-        arguments = self._arguments(prompt, response)
+        arguments = reward_arguments(self._source, prompt, response)
         try:
             request = pickle.dumps(arguments)
         except Exception as error:  # noqa: BLE001 - whatever an object in `info` raises when it is to be sent
@@ -134,15 +145,6 @@ class ProcessReward:
         except BaseException:  # interrupted: an answer that comes later would be taken for the next one
             self._end_worker()
             raise
-
-    def _arguments(self, prompt: Prompt, response: Response) -> tuple[str, str, dict[str, Any]]:
-        info = {
-            **self._source.scoring_info(prompt.prompt_id),
-            "prompt_id": prompt.prompt_id,
-            "sample_index": response.sample_index,
-            "finish_reason": response.finish_reason,
-        }
-        return self._source.decode(prompt.token_ids), self._source.decode(response.token_ids), info
 
     def _count(self, kind: str, message: str) -> None:
         self._failures[kind] += 1

@@ -37,9 +37,10 @@ class Output(Console):
 class Terminal:
     """Prints the plan, shows progress, prints the summary. Use as a context manager."""
 
-    def __init__(self, num_batches: int, *, console: Console | None = None) -> None:
+    def __init__(self, num_batches: int, *, console: Console | None = None, is_live: bool = True) -> None:
         self.console = console or Output()
         self._num_batches = num_batches
+        self._is_live = is_live and self.console.is_terminal
         self._accuracy: float | None = None
         self._training_start_s = 0.0
         self._progress = Progress(
@@ -54,7 +55,7 @@ class Terminal:
         self._live = Live(Group(self._progress, self._numbers), console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
-        if self.console.is_terminal:
+        if self._is_live:
             self._live.start()
         return self
 

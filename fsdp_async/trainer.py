@@ -317,7 +317,7 @@ class AsyncTrainer:
             return
         with self.parts.timeline.phase("checkpoint"):
             checkpoints.save(self.step, self.state_dict())
-            if self._stop_requested or self.step == self.config.num_batches:
+            if self._stop_requested or self.config.debug or self.step == self.config.num_batches:
                 checkpoints.wait()
         self._tell_saved()
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from fsdp_async.checks import require_choice
+from fsdp_async.checks import require_choice, require_flag
+from fsdp_async.devices import DeviceKind, DtypeKind
 from fsdp_async.errors import ConfigError
 from fsdp_async.learner import Anchor
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """The loop. A batch is `groups_per_batch` groups of `group_size` responses; `sync_every` counts batches."""
+    """The loop. A batch is `groups_per_batch` groups of `group_size` responses; `sync_every` counts batches.
+
+    Each rank computes on `device`, one GPU a rank (`auto`: GPUs where there are any), in `dtype` (`auto`: bfloat16 on
+    GPUs, float32 on CPUs); weights, gradients' reduction and optimizer state are float32 always.
+
+    `debug` runs everything in one process and thread, the same each time: responses are generated where their prompts
+    are submitted, in place of `rollout.engine`, rewards are computed where they are needed, nothing is interrupted,
+    timed out or started again, and errors show their whole traceback.
+    """
 
     num_batches: int = 100
     groups_per_batch: int = 32
@@ -26,9 +35,16 @@ class TrainerConfig:
     canary_bound_nats: float = 0.1
     max_skipped_steps: int = 3
     eval_every: int = 10
+    device: DeviceKind = "auto"
+    dtype: DtypeKind = "auto"
+    debug: bool = False
 
     def __post_init__(self) -> None:
         require_choice("trainer.anchor", self.anchor, get_args(Anchor))
+        require_choice("trainer.device", self.device, get_args(DeviceKind))
+        require_choice("trainer.dtype", self.dtype, get_args(DtypeKind))
+        for name in ("skip_zero_variance", "debug"):
+            require_flag(f"trainer.{name}", getattr(self, name))
         for name in ("num_batches", "groups_per_batch", "group_size", "mini_batches", "sync_every", "eval_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}={getattr(self, name)}: must be at least 1")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from fsdp_async.batching import position_ids
+from fsdp_async.devices import device_of
 from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.files import write_model
 from fsdp_async.logprobs import token_log_probs
@@ -160,6 +161,7 @@ def _supervised_loss(net: nn.Module, pairs: list[tuple[tuple[int, ...], tuple[in
         ids[row, :stop] = torch.tensor([*prompt, *answer])
         attention[row, :stop] = 1
         is_answer[row, len(prompt) : stop] = True
-    logits = net(input_ids=ids, attention_mask=attention, position_ids=position_ids(attention)).logits
-    log_prob = token_log_probs(logits[:, :-1], ids[:, 1:])
+    ids, attention, positions = (x.to(device_of(net)) for x in (ids, attention, position_ids(attention)))
+    logits = net(input_ids=ids, attention_mask=attention, position_ids=positions).logits
+    log_prob = token_log_probs(logits[:, :-1], ids[:, 1:]).to(is_answer.device)
     return -log_prob[is_answer[:, 1:]].mean()

@@ -109,6 +109,15 @@ class Run:
         """(process id, rank whose phase is meant)."""
         if (self.num_ranks == 1 and victim != "engine") or victim == "launcher":
             return self.process.pid, 0
+        deadline = time.monotonic() + START_S
+        while (found := self.child_of(victim)) is None:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"no {victim} is left to kill: the run ended or hangs; see {self.log.name}")
+            time.sleep(0.05)
+        return found
+
+    def child_of(self, victim: str) -> tuple[int, int] | None:
+        """The same for a child of the run; None while it is being started."""
         ranks = {}
         engines = []
         for pid, environment, command in marked(str(self.directory)):
@@ -118,9 +127,9 @@ class Run:
                 engines.append(pid)
         if victim == "engine":
             # The other child of a spawning process only tracks resources, and is small.
-            return max(engines, key=memory_of), 0
-        rank = max(ranks)
-        return ranks[rank], rank
+            return (max(engines, key=memory_of), 0) if engines else None
+        rank = max(ranks, default=0)
+        return (ranks[rank], rank) if ranks else None
 
     def kill(self, kill: Kill) -> bool:
         """Strike when the phase is the one that is meant; whether it hit."""
@@ -209,7 +218,7 @@ def main() -> int:
     memory = set(Path("/dev/shm").iterdir())
     chance = random.Random(options.seed)
     overrides = ["run.audit=true", "checkpoint.every=4", "logging.tensorboard=false", "trainer.eval_every=50",
-                 f"trainer.num_batches={max(200, 6 * options.kills)}", *options.overrides]  # fmt: skip
+                 f"trainer.num_batches={max(200, 12 * options.kills)}", *options.overrides]  # fmt: skip
     hits: Counter[tuple[str, str]] = Counter()
     start_s = time.monotonic()
     wanted = options.kills
