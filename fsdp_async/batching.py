@@ -71,29 +71,44 @@ def position_ids(attention_mask: Tensor) -> Tensor:
     return (attention_mask.cumsum(dim=-1) - 1).clamp(min=0)
 
 
-def rows_per_micro_batch(sequence_len: int, micro_batch_tokens: int | None) -> int | None:
-    """How many rows of `sequence_len` padded tokens fit the budget; None (no budget) means all rows.
+def check_token_budget(sequence_len: int, micro_batch_tokens: int | None) -> None:
+    """Refuse a budget that not even one row of `sequence_len` tokens fits; None is no budget.
 
     Raises:
-        ConfigError: not even one row fits.
+        ConfigError: it does not.
     """
-    if micro_batch_tokens is None:
-        return None
-    if micro_batch_tokens < sequence_len:
+    if micro_batch_tokens is not None and micro_batch_tokens < sequence_len:
         raise ConfigError(
             f"trainer.micro_batch_tokens={micro_batch_tokens} is below one sequence of {sequence_len} tokens; "
             "raise it, or shorten prompts or responses"
         )
-    return micro_batch_tokens // sequence_len
 
 
 def micro_batches(batch: TrainBatch, micro_batch_tokens: int | None) -> list[Tensor]:
-    """Row indices (int64) of consecutive micro-batches of at most `micro_batch_tokens` padded tokens each."""
-    rows = torch.arange(batch.num_rows)
-    if not len(rows):
+    """Row indices (int64) of micro-batches of at most `micro_batch_tokens` tokens each, padding included.
+
+    With a budget, rows of similar length come together, shortest first, so that little of it is padding (a forward
+    cuts off what is padding in every row); without one, all rows in order.
+
+    Raises:
+        ConfigError: one row alone is longer than the budget.
+    """
+    if not batch.num_rows:
         return []
-    per_micro_batch = rows_per_micro_batch(int(batch.input_ids.shape[1]), micro_batch_tokens)
-    return list(rows.split(per_micro_batch or len(rows)))
+    if micro_batch_tokens is None:
+        return [torch.arange(batch.num_rows)]
+    num_prompt = batch.input_ids.shape[1] - batch.num_response_positions
+    prompts, responses = (part.sum(dim=1).tolist() for part in batch.attention_mask.tensor_split([num_prompt], dim=1))
+    chunks: list[list[int]] = [[]]
+    widest = (0, 0)
+    for row in sorted(range(batch.num_rows), key=lambda row: prompts[row] + responses[row]):
+        check_token_budget(prompts[row] + responses[row], micro_batch_tokens)
+        widest = (max(widest[0], prompts[row]), max(widest[1], responses[row]))
+        if (len(chunks[-1]) + 1) * sum(widest) > micro_batch_tokens:
+            chunks.append([])
+            widest = (prompts[row], responses[row])
+        chunks[-1].append(row)
+    return [torch.tensor(rows) for rows in chunks]
 
 
 def _pad_row(

@@ -77,10 +77,13 @@ def forward_rows(
     model: nn.Module, batch: TrainBatch, forward: Forward, *, micro_batch_tokens: int | None, num_forwards: int
 ) -> Tensor:
     """Run `forward` over micro-batches and exactly `num_forwards` times, with dummies for what is missing; float32."""
-    values = [_checked(forward, model, batch.rows(rows)) for rows in micro_batches(batch, micro_batch_tokens)]
-    for _ in range(num_forwards - len(values)):
+    result = torch.zeros_like(batch.rollout_log_prob)
+    chunks = micro_batches(batch, micro_batch_tokens)
+    for rows in chunks:
+        result[rows] = _checked(forward, model, batch.rows(rows))
+    for _ in range(num_forwards - len(chunks)):
         _checked(forward, model, dummy_row(batch))
-    return torch.cat(values) if values else torch.zeros_like(batch.rollout_log_prob)
+    return result
 
 
 def _checked(forward: Forward, model: nn.Module, batch: TrainBatch) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from fsdp_async.advantages import AdvantageConfig
-from fsdp_async.batching import rows_per_micro_batch
+from fsdp_async.batching import check_token_budget
 from fsdp_async.checkpoint import CheckpointConfig
 from fsdp_async.errors import ConfigError
 from fsdp_async.is_correction import CorrectionConfig
@@ -287,7 +287,7 @@ def _refuse_impossible_sizes(config: Config) -> None:
             f"{config.rollout.max_response_tokens} exceed model.max_position_embeddings="
             f"{config.model.max_position_embeddings}"
         )
-    rows_per_micro_batch(sequence_len, trainer.micro_batch_tokens)
+    check_token_budget(sequence_len, trainer.micro_batch_tokens)
     config.optim.check_length(config.total_steps)
     kept = config.cache.max_versions
     if kept is not None and kept < trainer.max_versions:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import pad
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -215,19 +216,27 @@ def response_log_prob(model: nn.Module, batch: TrainBatch) -> Tensor:
     """Log-probs of the response tokens under `model`, temperature applied.
 
     Logits are computed at response positions only: the token at response position t is predicted by sequence
-    position P + t - 1.
+    position P + t - 1. Columns that are padding in every row are not computed.
 
     Returns:
         [B,T] float32 on the host, where the batch is, with gradient where it is enabled; values off `response_mask` are
         meaningless but finite.
     """
-    num_positions, device = batch.num_response_positions, device_of(model)
-    ids = batch.input_ids.to(device)
+    device, columns = device_of(model), _used_columns(batch)
+    num_positions = columns.stop - (batch.input_ids.shape[1] - batch.num_response_positions)
+    ids = batch.input_ids[:, columns].to(device)
     logits = model(
         input_ids=ids,
-        attention_mask=batch.attention_mask.to(device),
-        position_ids=batch.position_ids.to(device),
+        attention_mask=batch.attention_mask[:, columns].to(device),
+        position_ids=batch.position_ids[:, columns].to(device),
         logits_to_keep=num_positions + 1,
     ).logits[:, :-1]
     log_prob = token_log_probs(logits, ids[:, -num_positions:], temperature=batch.temperature.to(device))
-    return log_prob.to(batch.input_ids.device)
+    return pad(log_prob.to(batch.input_ids.device), (0, batch.num_response_positions - num_positions))
+
+
+def _used_columns(batch: TrainBatch) -> slice:
+    """From the first prompt's first token to the longest response's last; at least one response position."""
+    used = batch.attention_mask.any(dim=0).nonzero()
+    first_response = batch.input_ids.shape[1] - batch.num_response_positions
+    return slice(int(used[0]), max(int(used[-1]), first_response) + 1)

@@ -45,12 +45,39 @@ def test_a_padding_token_that_is_none_is_refused(pad):
         collate([group("a", [5], [response("a", 3, [7])])], pad_token_id=pad)
 
 
-def test_micro_batches_cover_all_rows_in_order_within_the_budget():
+def _lengths(*pairs):
+    """A batch of one response a prompt, by (prompt length, response length)."""
+    return collate(
+        [group(f"p{i}", [2] * p, [response(f"p{i}", 0, [3] * r)]) for i, (p, r) in enumerate(pairs)], pad_token_id=0
+    )
+
+
+def test_without_a_budget_all_rows_are_one_micro_batch_in_order():
     batch = random_batch(num_groups=5, group_size=1)
-    width = batch.input_ids.shape[1]
-    assert [rows.tolist() for rows in micro_batches(batch, 2 * width + 1)] == [[0, 1], [2, 3], [4]]
     assert [rows.tolist() for rows in micro_batches(batch, None)] == [[0, 1, 2, 3, 4]]
     assert micro_batches(batch.rows([]), None) == []
+
+
+def test_rows_of_similar_length_share_a_micro_batch_within_the_budget():
+    batch = _lengths((2, 6), (2, 1), (2, 5), (2, 2), (2, 1))
+    # 2 rows of 3, then a third of 4 makes 3 * 4 = 12; the two long ones make 2 * 8.
+    assert [rows.tolist() for rows in micro_batches(batch, 12)] == [[1, 4, 3], [2], [0]]
+    assert [rows.tolist() for rows in micro_batches(batch, 16)] == [[1, 4, 3], [2, 0]]
+    assert [rows.tolist() for rows in micro_batches(batch, 8)] == [[1, 4], [3], [2], [0]]
+
+
+def test_the_budget_counts_padding_of_prompts_and_of_responses():
+    batch = _lengths((4, 1), (1, 4))
+    # Five tokens each, but together each row is padded to eight.
+    assert [rows.tolist() for rows in micro_batches(batch, 15)] == [[0], [1]]
+    assert [rows.tolist() for rows in micro_batches(batch, 16)] == [[0, 1]]
+
+
+@pytest.mark.parametrize("budget", [9, 20, 33, 1000])
+def test_every_row_is_in_one_micro_batch_whatever_the_budget(budget):
+    batch = random_batch(num_groups=7, group_size=3)
+    chunks = micro_batches(batch, budget)
+    assert sorted(row for rows in chunks for row in rows.tolist()) == list(range(21))
 
 
 def test_a_budget_below_one_sequence_is_refused():
