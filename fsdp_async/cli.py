@@ -1,4 +1,4 @@
-"""The command line: `fsdp-async train|plan [KEY=VALUE ...]`.
+"""The command line: `fsdp-async train|plan [KEY=VALUE ...]`, `inspect PATH`, `diff A B`.
 
 Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refused or failed, 2 unusable arguments,
 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. The only file that imports hydra; after composition there is one frozen `Config`.
@@ -32,6 +32,7 @@ from rich.console import Console
 
 from fsdp_async.config import Config, parse_config, unknown_key_message
 from fsdp_async.errors import ConfigError, FsdpAsyncError
+from fsdp_async.inspection import diff_lines, inspect_lines
 from fsdp_async.run import plan_lines, run_training
 from fsdp_async.terminal import Output, Terminal
 from fsdp_async.trainer import AsyncTrainer
@@ -45,6 +46,8 @@ examples:
   fsdp-async train experiment=demo optim.lr=1e-4 run.output_dir=outputs/lr1e-4
   fsdp-async plan experiment=demo correction=bypass_ppo_clip
   fsdp-async plan experiment=demo 'correction.mismatch={level: sequence, mode: mask, upper: 2}'
+  fsdp-async inspect outputs/demo
+  fsdp-async diff outputs/demo/checkpoints/step_000150 outputs/demo@200
 """
 
 
@@ -58,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     is_debugged = False
     try:
+        if options.command == "inspect":
+            _print(inspect_lines(options.path))
+            return 0
+        if options.command == "diff":
+            _print(diff_lines(options.a, options.b))
+            return 0
         config = compose_config(options.overrides)
         if options.command == "plan":
             _print(plan_lines(config))
@@ -133,14 +142,26 @@ def _hydra_message(error: Exception) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
+    epilog = f"{EPILOG}\n{_groups_help()}\n\nall keys and their defaults (groups may set others):\n{_keys_help()}"
     parser = argparse.ArgumentParser(
         prog="fsdp-async",
         description="Asynchronous RL post-training on FSDP2 with a versioned weight-state cache.",
-        epilog=f"{EPILOG}\n{_groups_help()}\n\nall keys and their defaults (groups may set others):\n{_keys_help()}",
+        epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("train", "plan"), help="train, or print what a training run would do")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="Hydra overrides; see below")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (("train", "run a training"), ("plan", "print what a training run would do")):
+        command = commands.add_parser(
+            name, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides; see below")
+    text = "print versions, bytes and fingerprints of a checkpoint"
+    command = commands.add_parser("inspect", help=text, description=text)
+    command.add_argument("path", type=Path, metavar="PATH", help="a run's directory, a checkpoint, a safetensors file")
+    text = "print which parameters differ, in how many elements and by how much"
+    command = commands.add_parser("diff", help=text, description=text)
+    for name in ("a", "b"):
+        command.add_argument(name, metavar=name.upper(), help="as PATH of inspect, or PATH@VERSION for a retained one")
     return parser
 
 

@@ -189,12 +189,16 @@ class LiveState:
             for owner, view in zip(self.owners, self.parameters, strict=True)
         ]
 
+    @property
+    def all_owners(self) -> list[Tensor]:
+        """The distinct live tensors, parameters and buffers, in layout order."""
+        return [*self.owners, *(slot.tensor for slot in self.buffers)]
+
     def dress(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
         """`views` (one a tensor of the layout, on the CPU) by name, sharded like the live tensors; they stay views."""
-        owners = [*self.owners, *(slot.tensor for slot in self.buffers)]
         return {
             spec.fqn: _sharded_like(owner, view)
-            for spec, owner, view in zip(self.layout.tensors, owners, views, strict=True)
+            for spec, owner, view in zip(self.layout.tensors, self.all_owners, views, strict=True)
         }
 
     @property

@@ -52,9 +52,13 @@ class LiveTracker:
         """The newest integer version among the live states."""
         return next((key for key in reversed(self._keys) if isinstance(key, int)), None)
 
+    def holds(self, key: Key) -> bool:
+        """Whether the state equalled the live parameters when one last looked."""
+        return key in self._keys
+
     def is_live(self, key: Key, live: LiveState) -> bool:
         """Whether the state is known to equal the live parameters, as they are now."""
-        return key in self._keys and self.can_know(live)
+        return self.holds(key) and self.can_know(live)
 
     def watch(self, optimizer: Optimizer, live: LiveState, listener: StepListener) -> None:
         """Hook into `optimizer`; a second time is a no-op.

@@ -8,7 +8,7 @@
     +---------------------------------------------------------------------+
 
 Who waits on whom
-    snapshot, at (entering and leaving), restore   every rank of the model waits for every other (agreement.py)
+    snapshot, at (on both ends), restore, reading  every rank of the model waits for every other (agreement.py)
     watched optimizer.step                         for the copy of snapshots taken lazily, on this rank only
     retain, drop, materialize, watch, versions     nobody
     any call from a second thread                  for a running snapshot or restore; refused during a visit
@@ -21,7 +21,7 @@ Owns the lives of versions. Promises: docs/state_cache.md. Does not: spill to di
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -34,11 +34,13 @@ from torch.optim import Optimizer
 
 from fsdp_async.agreement import RankAgreement
 from fsdp_async.arena import ArenaPool, choose_pin
-from fsdp_async.description import describe
+from fsdp_async.description import describe, html_table
 from fsdp_async.dtensor_io import LiveState, capture, check_sharded, check_supported, ranks_of, settle
 from fsdp_async.errors import InputError, StateInUseError
 from fsdp_async.interrupts import HeldSignals
 from fsdp_async.live_tracker import LiveTracker
+from fsdp_async.pending import PendingSnapshots
+from fsdp_async.state_reading import ReadableStates
 from fsdp_async.swaps import CopySwap, ProcessState, Swap, uninterrupted, write_buffers
 from fsdp_async.version_store import CacheConfig, Key, StoredState, VersionStore, checked_key, plan_of
 from fsdp_async.visits import Visit, visits_of
@@ -46,7 +48,7 @@ from fsdp_async.visits import Visit, visits_of
 __all__ = ["CacheConfig", "StateCache"]
 
 
-class StateCache:
+class StateCache(ReadableStates):
     """Retains versions of `model`'s weights and lets the model compute with any of them.
 
     Collective for a model on several ranks: construct it, call `snapshot`, `at` and `restore` on all, in one order.
@@ -74,6 +76,7 @@ class StateCache:
         self._store = VersionStore(self._pool, self._config)
         self._swap: Swap = CopySwap(self._pool)
         self._tracker = LiveTracker()
+        self._pending = PendingSnapshots(self._store, self._tracker, self._drop)
         ranks = ranks_of(model) if process_group is None else sorted(dist.get_process_group_ranks(process_group))
         self._agreement = RankAgreement(ranks, self._config.agreement_timeout_s)
         self._lock = threading.RLock()
@@ -112,6 +115,9 @@ class StateCache:
     def describe(self) -> str:
         """What is retained, what it costs, and which swap is used and why; for people."""
         return describe(self._store, self._pool, self._swap, self._tracker, self._agreement.ranks)
+
+    def _repr_html_(self) -> str:
+        return html_table(self._store, self._tracker, self.describe())
 
     def snapshot(self, version: Key, *, lazy: bool = False, overwrite: bool = False) -> None:
         """Retain the live parameters and buffers as `version`. Collective.
@@ -170,7 +176,7 @@ class StateCache:
             is_live = self._tracker.is_live(state.key, live)
             if not is_live:
                 for cache in self._visits.caches:
-                    cache._complete_pending(live)
+                    cache._pending.complete(lambda: live)
 
             def write() -> None:
                 if not is_live:
@@ -196,7 +202,7 @@ class StateCache:
         with HeldSignals(), self._lock:
             self._refuse_if_busy("materialize")
             if version is None or self._store.get(version).is_pending:
-                self._complete_pending()
+                self._pending.complete(self._look)
 
     def retain(self, versions: Iterable[int]) -> None:
         """Drop every integer version that is not in `versions`; named states stay. Unknown ones are ignored.
@@ -255,20 +261,6 @@ class StateCache:
             self._refuse_if_busy("at")
             return self._visits.enter(self._agreement.prepare(f"at({version!r})", prepare))
 
-    def tensors(self) -> dict[Key, dict[str, Tensor]]:
-        """Every retained state as views by name, sharded like the live tensors; for writing, and valid until dropped.
-
-        Lazy snapshots are copied first.
-
-        Raises:
-            StateInUseError: inside a visit.
-        """
-        with HeldSignals(), self._lock:
-            self._refuse_if_busy("tensors")
-            live = self._look()
-            self._complete_pending(live)
-            return {state.key: live.dress(state.arena.views) for state in self._store.states}
-
     @contextmanager
     def receive(self, keys: Iterable[Key]) -> Iterator[dict[Key, dict[str, Tensor]]]:
         """Retain states whose values the body writes into the tensors that it gets, named as by `tensors`. Collective.
@@ -318,8 +310,7 @@ class StateCache:
         with HeldSignals(), self._lock:
             self._refuse_if_busy("mark_live_changed")
             self._tracker.changed()
-            if self._store.pending:
-                self._give_up_pending("live weights were edited", "editing weights by hand")
+            self._pending.give_up("live weights were edited", "editing weights by hand")
 
     def before_step(self) -> None:
         """Called by the step hook of a watched optimizer: complete lazy snapshots, then count as changed.
@@ -329,7 +320,7 @@ class StateCache:
         """
         with HeldSignals(), self._lock:
             self._refuse_if_busy("optimizer.step")
-            self._complete_pending()
+            self._pending.complete(self._look)
             self._tracker.begin_step()
 
     def after_step(self) -> None:
@@ -362,6 +353,22 @@ class StateCache:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def settled(self, operation: str, versions: Sequence[Key] = ()) -> Iterator[LiveState]:
+        """See `ReadableStates`."""
+
+        def look() -> LiveState:
+            live = self._look()
+            for state in map(self._store.get, versions):
+                state.layout.check(live.layout, state.label)
+            return live
+
+        with HeldSignals(), self._lock:
+            self._refuse_if_busy(operation)
+            live = self._agreement.prepare(operation, look)
+            self._pending.complete(lambda: live)
+            yield live
+
     def _refuse_if_busy(self, operation: str) -> None:
         if self._is_closed:
             raise StateInUseError(f"{operation} on a closed cache; build a new StateCache")
@@ -381,29 +388,7 @@ class StateCache:
         check_sharded(live, self._sharded)
         return live
 
-    def _complete_pending(self, live: LiveState | None = None) -> None:
-        if not self._store.pending:
-            return
-        live = live or self._look()
-        if (unwatched := self._tracker.unwatched(live)) is not None:
-            self._give_up_pending(
-                f"parameter {unwatched!r} was replaced or made trainable, without a watched optimizer,", "such a change"
-            )
-        for state in self._store.pending:
-            if state.layout.parameters != live.layout.parameters:  # buffers were copied when it was taken
-                state.layout.check(live.layout, state.label)
-            state.arena.copy_from(live.parameters)
-            state.is_pending = False
-
-    def _give_up_pending(self, cause: str, change: str) -> None:
-        lost = [state.key for state in self._store.pending]
-        self._drop(lost)
-        raise StateInUseError(
-            f"{cause} while the lazy snapshots {lost} still waited to be copied: their values may be gone, and they "
-            f"were dropped. Call materialize() before {change}"
-        )
-
-    def _drop(self, keys: list[Key] | list[int]) -> None:
+    def _drop(self, keys: Sequence[Key]) -> None:
         for key in keys:
             self._visits.refuse_drop(self._store.get(key))
         for key in keys:

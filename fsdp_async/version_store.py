@@ -31,7 +31,8 @@ from fsdp_async.errors import CacheBudgetError, ConfigError, InputError, Unknown
 Key = int | str
 """A version (integer >= 0) or the name of a state that is no publication."""
 
-RESERVED_NAMES = frozenset({"live"})
+LIVE = "live"
+RESERVED_NAMES = frozenset({LIVE})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ LEVELS = [
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
-    | {"interrupts", "visits", "description"}
+    | {"interrupts", "visits", "description", "contents", "pending", "state_reading", "inspection"}
     | {"tasks", "rewards", "scoring", "scoring_inline", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
     | {"queue_state", "run_dir", "buckets", "shared_block"},
     {"modeling", "generation", "rollout", "rollout_hf", "rollout_inline", "engine_proxy", "engine_worker"}

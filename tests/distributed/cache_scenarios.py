@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_models import adamw, bits, data, evaluate, local, output_at, plain, same, sharded, train
+from cache_models import WIDTH, adamw, bits, data, evaluate, local, output_at, plain, same, sharded, train
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_async.contents import fingerprint_of
 from fsdp_async.dtensor_io import full_tensors, settle
-from fsdp_async.errors import StateInUseError
+from fsdp_async.errors import RankDisagreementError, StateInUseError, StateMismatchError, UnknownVersionError
 from fsdp_async.state_cache import StateCache
 
 LAYOUTS = {
@@ -64,6 +65,40 @@ def _train_with_and_without_visits(rank, build, **options):
     settle(model), settle(quiet)
     assert same(bits(model), bits(quiet))
     cache.close()
+
+
+def fingerprints_and_differences_do_not_depend_on_sharding(rank, world_size):
+    for options in ({}, {"mixed": True}, {"shard_dim_1": True}, {"ignore": True}, {"offload": True}):
+        oracle = plain()
+        expected = fingerprint_of({**dict(oracle.named_parameters()), **dict(oracle.named_buffers())})
+        model = sharded(world_size, **options)
+        cache = StateCache(model)
+        cache.snapshot(1)
+        assert cache.fingerprint(1) == expected, options
+        assert cache.fingerprint("live") == expected, options
+        cache.verify(1, expected)
+        # One element of one rank's shard.
+        with torch.no_grad():
+            shard = local(model.blocks[0].up.weight)
+            if rank == 0:
+                shard.view(-1)[1] += 0.5
+        cache.snapshot(2)
+        difference = cache.diff(1, 2)
+        assert [(row.name, row.num_different, row.num_elements) for row in difference.changed] == [
+            ("blocks.0.up.weight", 1, 5 * WIDTH)
+        ], options
+        with pytest.raises(StateMismatchError, match=r"blocks\.0\.up\.weight"):
+            cache.verify(2, expected)
+        asked = 1 if rank == 0 else 2
+        if world_size > 1:
+            with pytest.raises(RankDisagreementError, match=r"rank 0: fingerprint\(1\); rank 1: fingerprint\(2\)"):
+                cache.fingerprint(asked)
+            if rank == world_size - 1:
+                cache.drop(1)
+            # A version that one rank does not have is an error on all, before anything is gathered.
+            with pytest.raises((RankDisagreementError, UnknownVersionError)):
+                cache.fingerprint(1)
+        cache.close()
 
 
 def training_is_bit_identical_with_visits(rank, world_size):
@@ -354,6 +389,7 @@ def full_tensors_are_whole_named_once_and_safe_after_a_forward(rank, world_size)
 
 
 SHARDING_SCENARIOS = [
+    fingerprints_and_differences_do_not_depend_on_sharding,
     training_is_bit_identical_with_visits,
     accumulation_and_prefetch_are_bit_identical_with_visits,
     replicas_under_ddp_train_the_same_with_visits,
