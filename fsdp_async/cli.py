@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from inspect import getdoc
 from pathlib import Path
+from textwrap import wrap
 from types import FrameType
-from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
+from typing import Any, Self
 
 import torch.distributed as dist
 from hydra import compose, initialize_config_dir
@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from fsdp_async.config import Config, parse_config, unknown_key_message
+from fsdp_async.config_reference import Key, sections
 from fsdp_async.errors import ConfigError, FsdpAsyncError
 from fsdp_async.inspection import diff_lines, inspect_lines
 from fsdp_async.run import plan_lines, run_training
@@ -49,6 +50,7 @@ examples:
   fsdp-async inspect outputs/demo
   fsdp-async diff outputs/demo/checkpoints/step_000150 outputs/demo@200
 """
+HELP_WIDTH = 120
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -177,14 +179,17 @@ def _groups_help() -> str:
 def _keys_help() -> str:
     """Every section with its docstring, every key with its default and, where there are few, its values."""
     lines: list[str] = []
-    for name, section in vars(Config()).items():
-        hints = get_type_hints(type(section))
-        lines += ["", f"{name}:", *(f"  # {line}".rstrip() for line in (getdoc(type(section)) or "").splitlines())]
-        for key, value in vars(section).items():
-            text = OmegaConf.to_yaml(OmegaConf.create({key: asdict(section)[key]})).strip()
-            choices = get_args(hints[key]) if get_origin(hints[key]) is Literal else ()
-            lines.append(f"  {text}" + (f"  # {' | '.join(choices)}" if value in choices else ""))
+    for section in sections():
+        lines += ["", f"{', '.join(section.paths)}:", *(f"  # {line}".rstrip() for line in section.text.splitlines())]
+        for key in section.keys:
+            lines += _comment(key)
+            lines.append(f"  {key.name}: {key.default}" + (f"  # {' | '.join(key.choices)}" if key.choices else ""))
     return "\n".join(lines)
+
+
+def _comment(key: Key) -> list[str]:
+    text = f"{key.name}: {key.meaning}" if key.meaning else ""
+    return wrap(text, HELP_WIDTH, initial_indent="  # ", subsequent_indent="  #   ")
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -38,7 +38,7 @@ class LossConfig:
             None leaves it out. `ppo_clip` only.
         norm_length: the L of `seq-mean-token-sum-norm`; None means the padded width T, which is only independent of
             micro-batches where they are all padded to one width.
-        aggregate: see `aggregate`.
+        aggregate: how tokens become one number; the formulas are in `losses.aggregate`.
     """
 
     kind: LossKind = "ppo_clip"

@@ -23,7 +23,7 @@ LEVELS = [
     | {"weight_sync", "warm_start", "evaluation", "behaviour", "mini_batch", "update_report", "learner", "canary"}
     | {"factors", "feed"},
     {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal"}
-    | {"resume", "run_files", "assembly", "run"},
+    | {"resume", "run_files", "assembly", "run", "config_reference"},
     {"cli", "__main__"},
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}
