@@ -119,7 +119,7 @@ def diff_lines(a: str, b: str) -> list[str]:
     Raises:
         CheckpointError: there is no such checkpoint, file or version, or it is damaged.
     """
-    return [f"a: {a}", f"b: {b}", *difference_of(_tensors_at(a), _tensors_at(b)).lines()]
+    return [f"a: {a}", f"b: {b}", *difference_of(_tensors_at(a), _tensors_at(b)).lines(num_shown=None)]
 
 
 def _content_line(label: str, tensors: Mapping[str, Tensor]) -> str:
