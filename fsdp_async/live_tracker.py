@@ -64,7 +64,8 @@ class LiveTracker:
         """Hook into `optimizer`; a second time is a no-op.
 
         Raises:
-            InputError: not a torch optimizer, or some of its parameters are not among `live.owners`.
+            InputError: not a torch optimizer, one without step hooks, or some of its parameters are not among
+                `live.owners`.
         """
         if not isinstance(optimizer, Optimizer):
             raise InputError(
@@ -92,11 +93,8 @@ class LiveTracker:
             if (alive := reference()) is not None:
                 alive.after_step()
 
+        self._unhook += _hook(optimizer, before, after)
         self._optimizers.append(optimizer)
-        self._unhook += [
-            optimizer.register_step_pre_hook(before).remove,
-            optimizer.register_step_post_hook(after).remove,
-        ]
 
     def can_know(self, live: LiveState) -> bool:
         """Whether a change of the live parameters would be noticed from here on.
@@ -155,6 +153,20 @@ class LiveTracker:
         self._unhook.clear()
         self._optimizers.clear()
         self._keys.clear()
+
+
+def _hook(optimizer: Optimizer, before: Callable[..., None], after: Callable[..., None]) -> list[Callable[[], None]]:
+    """Have both called around every step; returns what takes the hooks away again."""
+    try:
+        return [
+            optimizer.register_step_pre_hook(before).remove,
+            optimizer.register_step_post_hook(after).remove,
+        ]
+    except AttributeError as error:
+        raise InputError(
+            f"watch({type(optimizer).__name__}): it has no step hooks, because it only passes steps on to an optimizer "
+            "inside it; watch that one (after Accelerate's prepare: optimizer.optimizer)"
+        ) from error
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -293,7 +293,8 @@ class StateCache(ReadableStates):
         """Learn from `optimizer`'s public step hooks when the live weights change; several may be watched.
 
         Raises:
-            InputError: not a torch optimizer, or one that steps parameters which are not this model's.
+            InputError: not a torch optimizer, one without step hooks (a wrapper of another), or one that steps
+                parameters which are not this model's.
             StateInUseError: inside a visit.
         """
         with HeldSignals(), self._lock:

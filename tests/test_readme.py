@@ -54,7 +54,13 @@ def test_every_file_of_the_package_is_on_the_map():
     listed = set(re.findall(r"`(?:fsdp_async/)?(\w+\.py)`", README))
     present = {path.name for path in (ROOT / "fsdp_async").glob("*.py")} - {"__init__.py", "__main__.py"}
     assert present - listed == set()
-    assert listed - present - {"cache_in_own_loop.py"} == set()
+    assert listed - present == set()
+
+
+def test_every_example_is_listed_with_a_sentence():
+    rows = dict(re.findall(r"^\| `examples/(\S+)` \| (.+) \|$", README, re.MULTILINE))
+    present = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
+    assert rows.keys() == present
 
 
 def test_the_files_of_the_design_are_those_of_the_package():

@@ -212,6 +212,23 @@ def test_an_optimizer_made_before_sharding_is_refused(single_rank):
         StateCache(model).watch(early)
 
 
+class _Wrapper(torch.optim.Optimizer):
+    """Passes steps on to the optimizer inside it, as Accelerate's does: an Optimizer by type, and without hooks."""
+
+    def __init__(self, optimizer):
+        self.param_groups = optimizer.param_groups
+
+
+def test_a_wrapper_without_step_hooks_is_refused_and_not_counted_as_watched():
+    model = plain()
+    cache = StateCache(model)
+    with pytest.raises(InputError, match=r"watch that one .*optimizer\.optimizer"):
+        cache.watch(_Wrapper(adamw(model)))
+    cache.snapshot(0)
+    assert cache.live_version is None, "nobody would tell the cache when weights change"
+    assert "watched optimizers 0" in cache.describe()
+
+
 def test_retain_drops_other_versions_and_no_names():
     cache = StateCache(plain())
     for version in (0, 1, 2, 3, "reference", "ewma"):
