@@ -100,7 +100,7 @@ def inspect_lines(path: Path) -> list[str]:
     if not (path / MANIFEST).is_file():
         directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
         lines = [f"{place}: {what_is_wrong(place) or 'whole'}" for place in checkpoints_in(directory)]
-    checkpoint = StoredCheckpoint(_checkpoint_at(path))
+    checkpoint = StoredCheckpoint(checkpoint_at(path))
     loop, nbytes = checkpoint.state["loop"], checkpoint.nbytes()
     live = "the live weights are those" if loop["live_is_published"] else "the live weights are newer"
     return [
@@ -139,10 +139,15 @@ def _tensors_at(place: str) -> Mapping[str, Tensor]:
         if version is not None:
             raise CheckpointError(f"{path} is a file with one state; leave out @{version}")
         return _safetensors(path)
-    return StoredCheckpoint(_checkpoint_at(path)).tensors(version)
+    return StoredCheckpoint(checkpoint_at(path)).tensors(version)
 
 
-def _checkpoint_at(path: Path) -> Path:
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint that `path` is, or the newest whole one of the run at `path`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if (path / MANIFEST).is_file() or path in checkpoints_in(path.parent):
         return path
     directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
