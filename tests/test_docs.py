@@ -12,12 +12,15 @@ import runpy
 import shlex
 
 import pytest
+import torch
+import torch.distributed.checkpoint
 from documents import DOCS, PAGES, ROOT, arguments_of, blocks, cells, code_words, prose, shell_lines
 
 import fsdp_async
 from fsdp_async.cli import config_directory, main
 from fsdp_async.config import Config
 from fsdp_async.config_reference import sections
+from fsdp_async.is_correction import Bounds, CorrectionConfig, Rejection, compute_correction
 from fsdp_async.state_cache import StateCache
 from fsdp_async.summary import summarize
 
@@ -142,6 +145,38 @@ def test_the_correction_page_lists_every_preset_and_every_choice():
 
 def _section(path):
     return next(section for section in sections() if path in section.paths)
+
+
+def test_every_name_of_a_number_or_a_function_exists():
+    """Words such as `skip_reasons`: in the package, in torch, or in a program of the same page."""
+    source = "\n".join(path.read_text() for place in ("fsdp_async", "tests") for path in (ROOT / place).rglob("*.py"))
+    source += " ".join([*KEYS, *dir(torch), *dir(torch.distributed.checkpoint)])
+    wrong = []
+    for page in PAGES:
+        if page.name == "from_verl_and_trl.md":
+            continue  # most of its words are theirs; settings of ours have a test of their own
+        known = source + "".join(block.text for block in blocks(page))
+        named = re.findall(r"`([a-z0-9]+(?:_[a-z0-9]+)+)`", page.read_text())
+        wrong += [(page.name, word) for word in named if not re.search(rf"\b{word}\b", known)]
+    assert wrong == []
+
+
+def test_every_number_that_is_measured_of_a_factor_is_explained():
+    mask, sides = torch.ones(2, 3, dtype=torch.bool), [torch.rand(2, 3).log() for _ in range(3)]
+    bounds = Bounds(lower=0.5, upper=2.0)
+    config = CorrectionConfig(mismatch=bounds, lag=bounds, rejections=(Rejection(upper=2.0),))
+    measured = compute_correction(sides[0], sides[1], mask, config, behaviour_log_prob=sides[2]).metrics()
+    page = (DOCS / "correction.md").read_text()
+    table = page[page.index("## What is measured") : page.index("## What is refused")]
+    explained = set(re.findall(r"`([\w/]+)`", table))
+    names = {name.removeprefix("mismatch/") for name in measured if name.startswith("mismatch/")}
+    assert names <= explained
+    numbers = {word for row in cells(DOCS / "correction.md") if row[0] in table for word in _words_of(row)}
+    assert {word for word in numbers if word in table} - names == set(), "these are not measured"
+
+
+def _words_of(row):
+    return re.findall(r"`(\w+/?\w+)`", row[0])
 
 
 def test_getting_started_explains_every_line_of_the_summary():
