@@ -8,6 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.demo
 	$(BIN)/fsdp-async train experiment=demo run.overwrite=true
+	$(BIN)/fsdp-async report outputs/demo
 
 demo-ranks: $(VENV)/.demo
 	$(BIN)/torchrun --nproc-per-node 2 -m fsdp_async.cli train experiment=demo run.output_dir=outputs/demo_ranks run.overwrite=true
@@ -32,7 +33,7 @@ bench: $(VENV)/.test
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[report]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt

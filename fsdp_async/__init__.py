@@ -35,6 +35,7 @@ from fsdp_async.ledger import Ledger
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.losses import GlobalCounts, LossConfig, PolicyLoss, aggregate, kl_penalty, policy_loss
 from fsdp_async.metrics import Statistics
+from fsdp_async.report import write_report
 from fsdp_async.rollout import RolloutConfig, RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
 from fsdp_async.run import run_training
@@ -107,4 +108,5 @@ __all__ = [
     "policy_loss",
     "run_training",
     "token_log_probs",
+    "write_report",
 ]

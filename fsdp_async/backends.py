@@ -25,6 +25,7 @@ class _Backend:
 BACKENDS = {
     "reasoning_gym": _Backend("fsdp_async.reasoning_gym_backend", "reasoning-gym", "data"),
     "math_verify": _Backend("fsdp_async.math_verify_backend", "math-verify", "data"),
+    "plotly": _Backend("fsdp_async.plotly_backend", "plotly", "report"),
 }
 
 

@@ -6,12 +6,16 @@ under the weights published as that version. Rewards stay plausible when a publi
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_async.errors import CanaryError, NonFiniteError
 from fsdp_async.metrics import Mean, Statistics, Total
 from fsdp_async.types import TrainBatch
+
+# Of each version and rank: enough tokens for a mean, few enough not to be felt where every batch is a version's first.
+NUM_FIRST_ROWS = 16
 
 
 class Canary:
@@ -24,6 +28,19 @@ class Canary:
     def unseen(self, batch: TrainBatch) -> list[int]:
         """Versions of `batch`, ascending, whose responses have not been checked yet."""
         return [version for version in batch.sampled_versions if version not in self._seen]
+
+    def first_rows(self, batch: TrainBatch) -> Tensor:
+        """Row indices (int64, ascending) that are enough to check each unseen version; its first, at most 16.
+
+        Rows with log-probs that the engine could state come before others.
+        """
+        chosen = torch.zeros(batch.num_rows, dtype=torch.bool)
+        for version in self.unseen(batch):
+            sampled = batch.versions == version
+            has_gap = (sampled & batch.rollout_log_prob.isfinite()).any(dim=1)
+            rows = (has_gap if has_gap.any() else sampled.any(dim=1)).nonzero().squeeze(1)
+            chosen[rows[:NUM_FIRST_ROWS]] = True
+        return chosen.nonzero().squeeze(1)
 
     def forget(self) -> None:
         """Check every version again, because an engine was started anew."""
@@ -40,7 +57,7 @@ class Canary:
         """Compare the first responses of each unseen version. Collective over `process_group`.
 
         Args:
-            batch: rows that hold (on all ranks together) all first responses of their versions.
+            batch: rows that hold (on all ranks together) first responses of their versions.
             behaviour_log_prob: [B,T] pi_b, right at least where an unseen version sampled.
             engine: name for the error.
             process_group: ranks that hold rows of one batch.

@@ -1,4 +1,4 @@
-"""The command line: `fsdp-async train|plan [KEY=VALUE ...]`, `inspect PATH`, `diff A B`.
+"""The command line: `fsdp-async train|plan [KEY=VALUE ...]`, `report DIR`, `inspect PATH`, `diff A B`.
 
 Owns argument parsing, Hydra composition, signals and exit codes: 0 done, 1 refused or failed, 2 unusable arguments,
 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP. The only file that imports hydra; after composition there is one frozen `Config`.
@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import wrap
@@ -34,6 +34,7 @@ from fsdp_async.config import Config, parse_config, unknown_key_message
 from fsdp_async.config_reference import Key, sections
 from fsdp_async.errors import ConfigError, FsdpAsyncError
 from fsdp_async.inspection import diff_lines, inspect_lines
+from fsdp_async.report import write_report
 from fsdp_async.run import plan_lines, run_training
 from fsdp_async.terminal import Output, Terminal
 from fsdp_async.trainer import AsyncTrainer
@@ -47,10 +48,17 @@ examples:
   fsdp-async train experiment=demo optim.lr=1e-4 run.output_dir=outputs/lr1e-4
   fsdp-async plan experiment=demo correction=bypass_ppo_clip
   fsdp-async plan experiment=demo 'correction.mismatch={level: sequence, mode: mask, upper: 2}'
+  fsdp-async report outputs/demo
   fsdp-async inspect outputs/demo
   fsdp-async diff outputs/demo/checkpoints/step_000150 outputs/demo@200
 """
 HELP_WIDTH = 120
+# What looks at a run without training, and prints lines.
+AFTERWARDS: dict[str, Callable[[argparse.Namespace], Iterable[str]]] = {
+    "report": lambda options: [str(write_report(options.directory))],
+    "inspect": lambda options: inspect_lines(options.path),
+    "diff": lambda options: diff_lines(options.a, options.b),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,11 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     errors = Console(stderr=True)
     is_debugged = False
     try:
-        if options.command == "inspect":
-            _print(inspect_lines(options.path))
-            return 0
-        if options.command == "diff":
-            _print(diff_lines(options.a, options.b))
+        if options.command in AFTERWARDS:
+            _print(AFTERWARDS[options.command](options))
             return 0
         config = compose_config(options.overrides)
         if options.command == "plan":
@@ -157,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
             name, help=text, description=text, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides; see below")
+    text = "write DIR/report.html: curves and a timeline of a run, on one page that needs no network"
+    command = commands.add_parser("report", help=text, description=text)
+    command.add_argument("directory", type=Path, metavar="DIR", help="run.output_dir of a run, finished or not")
     text = "print versions, bytes and fingerprints of a checkpoint"
     command = commands.add_parser("inspect", help=text, description=text)
     command.add_argument("path", type=Path, metavar="PATH", help="a run's directory, a checkpoint, a safetensors file")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -195,6 +195,42 @@ class Correlation:
         """`{name: r}`; nothing where a sample is constant (the correlation is undefined)."""
         spread = self.m2_x * self.m2_y
         return {name: self.co_moment / math.sqrt(spread)} if spread > 0 else {}
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts of positive values: equal bins of log10 between two edges, one of them centred at 1, and what lies beyond.
+
+    `counts` holds what is below the lowest edge (0 included), each bin, and what is at or above the highest edge.
+    """
+
+    LOWEST_LOG10: ClassVar[float] = -3.025
+    HIGHEST_LOG10: ClassVar[float] = 3.025
+    NUM_BINS: ClassVar[int] = 121
+
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Self:
+        """Counts of `values` (at least 0) where `mask` (same shape, bool)."""
+        position = values.detach()[mask].double().log10().sub(cls.LOWEST_LOG10)
+        index = (position * (cls.NUM_BINS / (cls.HIGHEST_LOG10 - cls.LOWEST_LOG10))).floor() + 1
+        index = index.clamp(0, cls.NUM_BINS + 1).long()
+        return cls(tuple(torch.bincount(index, minlength=cls.NUM_BINS + 2).tolist()))
+
+    def merge(self, other: Self) -> Self:
+        """Add counts."""
+        return type(self)(tuple(a + b for a, b in zip(self.counts, other.counts, strict=True)))
+
+    @classmethod
+    def edges_log10(cls) -> list[float]:
+        """Edges between bins, `NUM_BINS + 1` of them."""
+        width = (cls.HIGHEST_LOG10 - cls.LOWEST_LOG10) / cls.NUM_BINS
+        return [cls.LOWEST_LOG10 + width * index for index in range(cls.NUM_BINS + 1)]
+
+    def to_dict(self, name: str) -> dict[str, float]:
+        """Nothing: a histogram is no number."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,15 @@ from torch import Tensor
 
 from fsdp_async.lead import Lead
 from fsdp_async.learner import PreparedBatch
-from fsdp_async.metrics import Mean, Statistics
+from fsdp_async.metrics import Entry, Histogram, Mean, Statistics
 from fsdp_async.types import TrainBatch
 from fsdp_async.update_report import UpdateReport
 
+KEPT, WEIGHTS = "kept_fraction", "weight_histogram"
+
 
 def step_values(
-    version: int, batch: TrainBatch, prepared: PreparedBatch, report: UpdateReport, factors: Statistics
+    version: int, batch: TrainBatch, prepared: PreparedBatch, report: UpdateReport, measured: Statistics
 ) -> dict[str, Any]:
     """What observers hear of a step.
 
@@ -29,8 +31,11 @@ def step_values(
         batch: the rows of all ranks.
         prepared: the rows of this rank.
         report: what was done with them; its statistics are of all ranks.
-        factors: of all ranks.
+        measured: factors and what `usage` gave, of all ranks.
     """
+    factors = {name: m for name, m in measured.entries.items() if isinstance(m, Mean) and name != KEPT}
+    kept, histogram = measured.entries[KEPT], measured.entries.get(WEIGHTS)
+    assert isinstance(kept, Mean)
     staleness = version - batch.versions[batch.response_mask]
     return {
         "version": version,
@@ -45,10 +50,21 @@ def step_values(
         "skip_reasons": list(report.skip_reasons),
         "grad_norm": report.grad_norm,
         "lr": report.lr,
-        "factors": {name: [m.total, m.count] for name, m in factors.entries.items() if isinstance(m, Mean)},
+        "kept_fraction": kept.value,
+        "weight_histogram": list(histogram.counts) if isinstance(histogram, Histogram) else None,
+        "factors": {name: [m.total, m.count] for name, m in factors.items()},
         "correction": report.correction.metrics(),
         "update": report.statistics.to_dict(),
     }
+
+
+def usage(batch: TrainBatch, report: UpdateReport) -> dict[str, Entry]:
+    """The share of sampled tokens that the correction kept, and how the weights of those are spread."""
+    correction = report.correction
+    entries: dict[str, Entry] = {KEPT: Mean.of(correction.kept_mask.double(), batch.response_mask)}
+    if correction.weights is not None:
+        entries[WEIGHTS] = Histogram.of(correction.weights, correction.kept_mask)
+    return entries
 
 
 def all_rows(lead: Lead, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ Owns the keys of `summary.json`. Whoever has `metrics.jsonl` can compute them ag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,9 @@ def summarize(records: Iterable[Record]) -> dict[str, Any]:
         "mismatch_kl_k3_mean": _pooled(steps, "mismatch_kl_k3"),
         "lag_kl_k3_mean": _pooled(steps, "lag_kl_k3"),
         "update_kl_k3_mean": _pooled(steps, "update_kl_k3"),
-        "canary_gap_max": max((gap for r in steps for gap in r["canary_gap_nats"].values()), default=None),
+        "canary_gap_max": max(
+            (gap for r in steps for gap in r["canary_gap_nats"].values() if gap is not None), default=None
+        ),
     }
 
 
@@ -72,6 +75,8 @@ def _overlap(events: Sequence[Record]) -> float:
 
 
 def _pooled(steps: Sequence[Record], name: str) -> float | None:
+    """Mean over all tokens of all steps; None without tokens, or where a sum was not finite (null in a file)."""
     pairs = [r["factors"][name] for r in steps if name in r["factors"]]
     count = sum(pair[1] for pair in pairs)
-    return sum(pair[0] for pair in pairs) / count if count else None
+    total = sum(math.nan if pair[0] is None else pair[0] for pair in pairs)
+    return total / count if count and math.isfinite(total) else None

@@ -35,7 +35,7 @@ from fsdp_async.feed import EngineLost, RolloutFeed
 from fsdp_async.lead import Lead
 from fsdp_async.learner import Learner
 from fsdp_async.metrics import Statistics
-from fsdp_async.step_report import all_rows, recorded_tensors, step_values
+from fsdp_async.step_report import all_rows, recorded_tensors, step_values, usage
 from fsdp_async.timeline import Timeline
 from fsdp_async.trainer_config import TrainerConfig
 from fsdp_async.types import ResponseGroup, TrainBatch
@@ -256,7 +256,7 @@ class AsyncTrainer:
         whole = collate(groups, pad_token_id=parts.pad_token_id)
         batch = whole.rows(shard_rows(whole, parts.lead.num_ranks)[parts.lead.rank])
         with parts.timeline.phase("behaviour"):
-            behaviour, checked = self._behaviour(batch, whole)
+            behaviour, checked = self._behaviour(batch)
             canary = self._check_canary(checked, behaviour)
             bypass = self.config.anchor == "bypass"
             prepared = learner.prepare(
@@ -267,18 +267,17 @@ class AsyncTrainer:
         with parts.timeline.phase("update"):
             report = learner.update(prepared)
         self._live_is_published = self._live_is_published and not report.num_steps
-        factors = Statistics({**mismatch_factor(checked, behaviour), **lag_and_update_factors(prepared, report)})
-        factors = factors.all_reduce(parts.lead.group)
-        self._observe("step", step, step_values(self.version, whole, prepared, report, factors) | canary)
+        factors = mismatch_factor(checked, behaviour) | lag_and_update_factors(prepared, report)
+        measured = Statistics({**factors, **usage(batch, report)}).all_reduce(parts.lead.group)
+        self._observe("step", step, step_values(self.version, whole, prepared, report, measured) | canary)
         if parts.record_batch is not None:
             parts.record_batch(step, all_rows(parts.lead, recorded_tensors(prepared, report)))
         self._count_skips(report)
 
-    def _behaviour(self, batch: TrainBatch, whole: TrainBatch) -> tuple[Tensor, TrainBatch]:
+    def _behaviour(self, batch: TrainBatch) -> tuple[Tensor, TrainBatch]:
         """Behaviour log-probs and the rows they stand for; with `bypass` only what the canary must see."""
         if self.config.anchor == "bypass":
-            unseen = {*self._canary.unseen(whole)}
-            batch = batch.rows([row for row in range(batch.num_rows) if {*batch.versions[row].tolist()} & unseen])
+            batch = batch.rows(self._canary.first_rows(batch))
         return self.parts.learner.behaviour_log_probs(batch), batch
 
     def _check_canary(self, checked: TrainBatch, behaviour: Tensor) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from builders import random_batch
 
-from fsdp_async.canary import Canary
+from fsdp_async.canary import NUM_FIRST_ROWS, Canary
 from fsdp_async.errors import CanaryError, NonFiniteError
 
 
@@ -51,3 +51,19 @@ def test_an_engine_that_states_no_log_prob_at_all_fails():
     batch = dataclasses.replace(batch, rollout_log_prob=torch.full_like(batch.rollout_log_prob, torch.nan))
     with pytest.raises(CanaryError, match="nan nats"):
         Canary(0.5).check(batch, torch.zeros_like(batch.rollout_log_prob), engine="e")
+
+
+def test_the_first_rows_of_each_unseen_version_are_enough_and_those_without_log_probs_come_last():
+    batch = random_batch(num_groups=40, versions=(1, 2))
+    canary = Canary(0.5)
+    holds = {version: (batch.versions == version).any(dim=1).nonzero().squeeze(1).tolist() for version in (1, 2)}
+    assert min(map(len, holds.values())) > NUM_FIRST_ROWS
+    expected = sorted({*holds[1][:NUM_FIRST_ROWS], *holds[2][:NUM_FIRST_ROWS]})
+    assert canary.first_rows(batch).tolist() == expected
+    # The engine could not state the log-probs of the first row.
+    batch.rollout_log_prob[holds[1][0]] = float("-inf")
+    assert holds[1][NUM_FIRST_ROWS] in canary.first_rows(batch).tolist()
+    batch.rollout_log_prob[:] = float("-inf")
+    assert canary.first_rows(batch).tolist() == expected
+    canary.check(one_version := random_batch(versions=(1,)), one_version.rollout_log_prob, engine="e")
+    assert canary.first_rows(random_batch(versions=(1,))).tolist() == []

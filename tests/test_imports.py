@@ -13,7 +13,7 @@ PACKAGE = Path(fsdp_async.__file__).parent
 LEVELS = [
     {"types", "errors", "checks", "timeline"},
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files", "audit", "devices"}
-    | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
+    | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend", "plotly_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
     | {"interrupts", "visits", "description", "contents", "pending", "state_reading", "inspection"}
@@ -23,11 +23,13 @@ LEVELS = [
     | {"weight_sync", "warm_start", "evaluation", "behaviour", "mini_batch", "update_report", "learner", "canary"}
     | {"factors", "feed"},
     {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal"}
-    | {"resume", "run_files", "assembly", "run", "config_reference"},
+    | {"resume", "run_files", "assembly", "run", "config_reference"}
+    | {"report", "report_data", "report_time", "report_figures", "report_timeline"},
     {"cli", "__main__"},
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}
 ONLY_HERE |= {"reasoning_gym": {"reasoning_gym_backend"}, "math_verify": {"math_verify_backend"}}
+ONLY_HERE |= {"plotly": {"plotly_backend"}}
 # Run without the package: loaded by their paths, in a process that must start in milliseconds.
 ALONE = {"scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
 

@@ -52,6 +52,16 @@ def test_a_divergence_is_the_mean_over_tokens_not_over_batches():
     assert summary["lag_kl_k3_mean"] is None
 
 
+@pytest.mark.parametrize("not_finite", [None, float("inf")], ids=["read from a file", "as it was measured"])
+def test_a_sum_that_was_not_finite_gives_no_mean_and_no_error(not_finite):
+    gaps = {"0": None, "1": 0.5}
+    factors = {"update_kl_k3": [not_finite, 3], "mismatch_kl_k3": [3.0, 3]}
+    summary = summarize([_step(1, factors=factors, canary_gap_nats=gaps), _step(2, factors={"update_kl_k3": [1.0, 1]})])
+    assert summary["update_kl_k3_mean"] is None
+    assert summary["mismatch_kl_k3_mean"] == 1.0
+    assert summary["canary_gap_max"] == 0.5
+
+
 def test_the_target_is_reached_at_the_first_evaluation_that_shows_it():
     evaluations = [
         _event("evaluation", s, accuracy=a, training_clock_s=c, time_s=t)
