@@ -34,7 +34,6 @@ from fsdp_async.state_cache import StateCache
 from fsdp_async.tasks import Task
 from fsdp_async.types import TrainBatch
 
-MICRO_BATCH_TOKENS = 8192
 NUM_WORST = 5
 
 
@@ -93,7 +92,7 @@ def replay(
     net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed)
     with StateCache(net) as cache:
         fill(cache, net, checkpoint, wanted)
-        budget = max(MICRO_BATCH_TOKENS, batch.input_ids.shape[1])
+        budget = config.trainer.micro_batch_tokens  # as in the run: other micro-batches round otherwise
         behaviour = behaviour_log_probs(cache, part, response_log_prob, micro_batch_tokens=budget)
         under = {
             name: log_probs_at(cache, name, part, response_log_prob, micro_batch_tokens=budget)
