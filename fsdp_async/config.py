@@ -112,6 +112,7 @@ class Config:
             _refuse_inert_staleness,
             _refuse_foreign_reward,
             _refuse_impossible_sizes,
+            _refuse_debugged_libraries,
         ):
             refuse(self)
 
@@ -230,6 +231,14 @@ def _refuse_inside_loss(correction: CorrectionConfig) -> None:
             f"correction.batch_normalize={correction.batch_normalize}, denominator={correction.denominator!r} with "
             "trainer.anchor=bypass and loss.kind=reinforce: the weights live inside the loss and are known one "
             "micro-batch at a time, so nothing over the whole batch can be formed from them; choose another anchor"
+        )
+
+
+def _refuse_debugged_libraries(config: Config) -> None:
+    if config.trainer.debug and config.logging.libraries:
+        raise ConfigError(
+            "trainer.debug=true with logging.wandb or logging.trackio: debugging starts no process, and these run in "
+            "processes of their own; leave one out"
         )
 
 

@@ -1,4 +1,4 @@
-"""Where events go: a JSONL file, TensorBoard.
+"""Where events go: a JSONL file, TensorBoard, logging libraries.
 
 Owns the form in which numbers are kept. A JSONL line is whole or absent. It decides nothing about what is logged.
 """
@@ -13,19 +13,47 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self, get_args
 
 from torch.utils.tensorboard import SummaryWriter
 
-from fsdp_async.errors import InputError, OutputError
+from fsdp_async.backends import require_package
+from fsdp_async.checks import require_choice
+from fsdp_async.errors import ConfigError, InputError, OutputError
 from fsdp_async.files import REMEDY, write_bytes
+from fsdp_async.library_logger import LibraryLogger
+from fsdp_async.scalars import scalars
+
+WandbMode = Literal["offline", "online"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """`metrics.jsonl` is always written, for the summary rests on it; TensorBoard events on request."""
+    """`metrics.jsonl` is always written, for the summary rests on it; TensorBoard, W&B and trackio on request.
+
+    W&B and trackio run in processes of their own, which neither slow nor end the run; their files lie in its directory,
+    and a resumed run is the same run to them. `project` is what they call the project.
+    """
 
     tensorboard: bool = True
+    wandb: WandbMode | None = None
+    trackio: bool = False
+    project: str = "fsdp_async"
+
+    def __post_init__(self) -> None:
+        if self.wandb is not None:
+            require_choice("logging.wandb", self.wandb, get_args(WandbMode))
+        if not self.project:
+            raise ConfigError("logging.project is empty; name a project")
+        if self.project != LoggingConfig.project and not self.libraries:
+            raise ConfigError(
+                f"logging.project={self.project} has no effect without logging.wandb or logging.trackio; leave it out"
+            )
+
+    @property
+    def libraries(self) -> list[str]:
+        """Those that run in processes of their own."""
+        return ["wandb"] * (self.wandb is not None) + ["trackio"] * self.trackio
 
 
 class Logger(Protocol):
@@ -95,7 +123,7 @@ class TensorBoardLogger:
         Raises:
             OutputError: the event file could not be written.
         """
-        self._waiting += [(f"{event}/{name}", value, step) for name, value in _scalars(values)]
+        self._waiting += [(f"{event}/{name}", value, step) for name, value in scalars(values)]
         if self._writer is not None:
             self._write_waiting(self._writer)
 
@@ -140,13 +168,23 @@ class TensorBoardLogger:
 class Loggers:
     """All configured loggers as one; a context manager that closes them.
 
-    `resumed_from` is the step that a resumed run goes on from.
+    `resumed_from` is the step that a resumed run goes on from; `settings` are the run's, for libraries that show them.
     """
 
-    def __init__(self, config: LoggingConfig, directory: Path, *, resumed_from: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LoggingConfig,
+        directory: Path,
+        *,
+        resumed_from: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         self._loggers: list[Logger] = [JsonlLogger(directory / "metrics.jsonl")]
         if config.tensorboard:
             self._loggers.append(TensorBoardLogger(resumed_from=resumed_from))
+        options = {"project": config.project, "mode": config.wandb, "settings": _finite(settings or {})}
+        for name in config.libraries:
+            self._loggers.append(LibraryLogger(name, require_package(name), options))
 
     def log(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Hand one event to every logger.
@@ -218,14 +256,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _scalars(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested mappings by path; lists are not scalars, and what is keyed by version is not a series."""
-    for key, value in values.items():
-        if str(key).isdigit():
-            continue
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield f"{prefix}{key}", float(value)

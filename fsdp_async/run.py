@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_async.assembly import assemble, checked_task
+from fsdp_async.backends import require_package
 from fsdp_async.config import Config
 from fsdp_async.devices import trainer_placement
 from fsdp_async.errors import ConfigError, FsdpAsyncError, RankFailedError
@@ -153,6 +154,8 @@ def _open(config: Config, view: View, files: RunFiles) -> Resumption | None:
         find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
     # A function that is missing is heard of before anything is written.
     build_reward(config.rewards, checked_task(config), inline=config.trainer.debug).close()
+    for name in config.logging.libraries:
+        require_package(name)
     files.lock()
     resumption = find_resumption(config)
     if resumption is not None:

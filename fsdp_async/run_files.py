@@ -70,7 +70,9 @@ class RunFiles:
             record["resumed"] = [*self._earlier_resumptions(), _entry(resumption)]
         write_json(self.directory / RECORD, record)
         remove_leavings(self.checkpoints)
-        loggers = self._stack.enter_context(Loggers(self._config.logging, self.directory, resumed_from=step))
+        loggers = self._stack.enter_context(
+            Loggers(self._config.logging, self.directory, resumed_from=step, settings=record["config"])
+        )
         self.recorder = Recorder(self._directory_held, loggers, earlier=earlier)
 
     def finish(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ LEVELS = [
     {"types", "errors", "checks", "timeline"},
     {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files", "audit", "devices"}
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend", "plotly_backend"}
+    | {"scalars", "library_logger", "logger_worker", "wandb_backend", "trackio_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
     | {"interrupts", "visits", "description", "contents", "pending", "state_reading", "inspection"}
@@ -29,9 +30,10 @@ LEVELS = [
 ]
 ONLY_HERE = {"hydra": {"cli"}, "omegaconf": {"cli"}, "ray": set(), "vllm": set(), "megatron": set()}
 ONLY_HERE |= {"reasoning_gym": {"reasoning_gym_backend"}, "math_verify": {"math_verify_backend"}}
-ONLY_HERE |= {"plotly": {"plotly_backend"}}
+ONLY_HERE |= {name: {f"{name}_backend"} for name in ("plotly", "wandb", "trackio")}
 # Run without the package: loaded by their paths, in a process that must start in milliseconds.
 ALONE = {"scoring_worker", "math_verify_backend", "reasoning_gym_backend"}
+ALONE |= {"logger_worker", "wandb_backend", "trackio_backend"}
 
 
 def _imports(path):
