@@ -28,6 +28,9 @@ class ReadableStates(ABC):
 
     _store: VersionStore
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: versions {self._store.versions}, names {self._store.names}>"
+
     @abstractmethod
     def settled(self, operation: str, versions: Sequence[Key] = ()) -> AbstractContextManager[LiveState]:
         """The live state, with no snapshot waiting to be copied; inside, nothing else happens to the cache. Collective.

@@ -60,6 +60,7 @@ def test_every_file_of_the_package_is_on_the_map():
 def test_every_example_is_listed_with_a_sentence():
     rows = dict(re.findall(r"^\| `examples/(\S+)` \| (.+) \|$", README, re.MULTILINE))
     present = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")}
+    present.remove("execute_notebooks.py")  # no example; CONTRIBUTING.md says what it is for
     assert rows.keys() == present
 
 

@@ -142,3 +142,4 @@ def test_a_notebook_shows_a_table_of_versions_with_escaped_names():
     assert "those of the live model, copied before they change" in table
     cache.snapshot(4)
     assert "<td>4</td><td>copied, equal to the live ones</td>" in cache._repr_html_()
+    assert repr(cache) == "<StateCache: versions [3, 4], names ['<b>&']>"
