@@ -27,7 +27,9 @@ from fsdp_async.feed import RolloutFeed
 from fsdp_async.lead import Lead
 from fsdp_async.learner import Learner, Objective
 from fsdp_async.modeling import apply_fsdp2, build_model, build_optimizer, build_schedule
-from fsdp_async.resume import Resumption, generators, set_generators, task_digest
+from fsdp_async.policy_export import POLICY, export_policy
+from fsdp_async.policy_files import open_policy
+from fsdp_async.resume import Resumption, generators, policy_identity, set_generators, task_digest
 from fsdp_async.rewards import OwnedReward, build_reward, build_right
 from fsdp_async.rollout import RolloutEngine, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
@@ -108,14 +110,47 @@ def assemble(
 
 
 def checked_task(config: Config) -> Task:
-    """The configured task.
+    """The configured task, in the vocabulary of the policy.
 
     Raises:
+        ConfigError, InputError, UnsupportedModelError: a directory that cannot be used as the policy, or is too short.
         InputError: an answer that no response could hold.
     """
-    task = build_task(config.task, seed=config.run.seed)
+    vocabulary = None
+    if config.model.path is not None:
+        policy = open_policy(config.model.path)
+        policy.check_length(config.task.max_prompt_tokens + config.rollout.max_response_tokens)
+        vocabulary = policy.vocabulary
+    task = build_task(config.task, seed=config.run.seed, vocabulary=vocabulary)
     task.check_answers_fit(config.rollout.max_response_tokens)
     return task
+
+
+def export_live(config: Config, trainer: AsyncTrainer, lead: Lead, files: RunFiles | None) -> None:
+    """Write the live weights of a run to its `policy/`. Collective.
+
+    Raises:
+        OutputError: they could not be written.
+    """
+    learner = trainer.parts.learner
+    _export(config, learner, checked_task(config), lead, files)
+
+
+def export_checkpoint(
+    config: Config, lead: Lead, resumption: Resumption, files: RunFiles | None, view: Watcher, stack: ExitStack
+) -> None:
+    """Write the weights of a checkpoint to `policy/` of the run, without training. Collective.
+
+    Raises:
+        OutputError: they could not be written.
+    """
+    task = checked_task(config)
+    _export(config, _learner(config, task, lead, resumption, view, stack), task, lead, files)
+
+
+def _export(config: Config, learner: Learner, task: Task, lead: Lead, files: RunFiles | None) -> None:
+    directory = Path(POLICY) if files is None else files.directory / POLICY
+    export_policy(learner.model, config.model, task.vocabulary, directory, lead)
 
 
 def objective(config: Config) -> Objective:
@@ -183,6 +218,7 @@ def _sampling(config: Config, task: Task) -> SamplingParams:
         temperature=config.rollout.temperature,
         eos_token_id=task.eos_token_id,
         pad_token_id=task.pad_token_id,
+        stop_token_ids=task.stop_token_ids,
     )
 
 
@@ -216,7 +252,7 @@ def _warm_start(config: Config, task: Task, lead: Lead, net: nn.Module, view: Wa
 
 def _evaluate(config: Config, task: Task, reward: OwnedReward, net: nn.Module, lead: Lead) -> float:
     # Accuracy is the share of right responses, whatever training rewards.
-    right = build_right(config.rewards, reward)
+    right = build_right(config.rewards, reward, task)
     return sampled_accuracy(net, task.eval_prompts(), right, _sampling(config, task), seed=EVALUATION_SEED, lead=lead)
 
 
@@ -267,6 +303,7 @@ def _checkpoints(
         return {
             "config": strict(dataclasses.asdict(config)),
             "task_digest": task_digest(config),
+            "policy": policy_identity(config),
             "task": task.state_dict(),
             "queue": feed.queue.state_dict(),
             "versions": [*learner.cache.versions, *learner.cache.names],

@@ -43,7 +43,9 @@ class RunConfig:
 
     `resume` goes on from a checkpoint: `auto` takes the newest whole one of `output_dir` and starts anew where there is
     none; a path names a checkpoint, or a run whose newest one is taken. After a stop signal the step in hand and
-    the last checkpoint may take `stop_timeout_s` before they are abandoned. `record_batches` keeps every
+    the last checkpoint may take `stop_timeout_s` before they are abandoned. `export` writes the policy of a run that
+    has done all its batches to `policy/` of the run, a Hugging Face directory in float32 that model.path can take; on
+    a complete run that is resumed it does only that. `record_batches` keeps every
     batch's tensors for later analysis; `audit` keeps lists of the samples that engine and trainer saw, and the phase in
     hand. Another number of threads sums in another order: results of one seed are
     repeated with one number of threads only.
@@ -53,6 +55,7 @@ class RunConfig:
     overwrite: bool = False
     resume: str | None = None
     stop_timeout_s: float = 30.0
+    export: bool = False
     seed: int = 0
     num_threads: int = 1
     record_batches: bool = False
@@ -111,6 +114,7 @@ class Config:
             _refuse_inert_anchor,
             _refuse_inert_staleness,
             _refuse_foreign_reward,
+            _refuse_two_starts,
             _refuse_impossible_sizes,
             _refuse_debugged_libraries,
         ):
@@ -277,6 +281,15 @@ def _refuse_foreign_reward(config: Config) -> None:
         )
 
 
+def _refuse_two_starts(config: Config) -> None:
+    if config.model.path is not None and config.warm_start.path is not None:
+        raise ConfigError(
+            f"warm_start.path={config.warm_start.path} with model.path={config.model.path}: each holds all the weights "
+            "that the run is to start from; leave one out"
+        )
+    config.warm_start.of(config.model)
+
+
 def _refuse_impossible_sizes(config: Config) -> None:
     trainer = config.trainer
     if trainer.group_size == 1 and config.advantages.kind in ("group_relative", "leave_one_out"):
@@ -290,7 +303,8 @@ def _refuse_impossible_sizes(config: Config) -> None:
             f"{trainer.groups_per_batch}; a batch could never be full"
         )
     sequence_len = config.task.max_prompt_tokens + config.rollout.max_response_tokens
-    if sequence_len > config.model.max_position_embeddings:
+    # What a directory can take is known when it is opened.
+    if config.model.path is None and sequence_len > config.model.max_position_embeddings:
         raise ConfigError(
             f"task.max_prompt_tokens={config.task.max_prompt_tokens} + rollout.max_response_tokens="
             f"{config.rollout.max_response_tokens} exceed model.max_position_embeddings="

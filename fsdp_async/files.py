@@ -1,7 +1,7 @@
 """Files that are whole or absent.
 
-Owns the one way in which a file that matters is written: under a temporary name beside its place, flushed to disk,
-renamed. A failure leaves the old file, if any, and no temporary one.
+Owns the one way in which a file, or a directory, that matters is written: under a temporary name beside its place,
+flushed to disk, renamed. A failure leaves the old one, if any, and no temporary one.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,44 @@ def write_model_at(directory_fd: int, name: str, model: nn.Module) -> None:
     write_model(Path(os.readlink(f"/proc/self/fd/{directory_fd}")) / name, model)
 
 
+def write_directory(path: Path, write: Callable[[Path], object]) -> None:
+    """Have `write` fill a new directory, and put it in the place of `path` when it is whole.
+
+    What a killed writer left beside the place is taken away, or put back if it is the only whole one. For one writer at
+    a time.
+
+    Raises:
+        OutputError: the disk is full or the place cannot be written.
+    """
+    new, old = (path.with_name(f".{path.name}.{word}") for word in ("new", "old"))
+    try:
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        for leaving in (new, old):
+            shutil.rmtree(leaving, ignore_errors=True)
+        new.mkdir(parents=True)
+        write(new)
+        for file in new.rglob("*"):
+            if file.is_file():
+                _settle(file)
+        if path.exists():
+            os.rename(path, old)
+        os.rename(new, path)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        code = error.errno if isinstance(error, OSError) else errno.EIO
+        raise OutputError(code, f"{path} was not written: {error}; {REMEDY}") from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _settle(file: Path) -> None:
+    """Give a whole file its rights and bring it to the disk; safetensors makes files for their owner alone."""
+    with file.open("rb") as handle:
+        os.fchmod(handle.fileno(), 0o666 & ~_umask())
+        os.fsync(handle.fileno())
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
@@ -82,10 +121,7 @@ def _replace(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(temporary)
-        with temporary.open("rb") as handle:
-            # safetensors makes files for their owner alone.
-            os.fchmod(handle.fileno(), 0o666 & ~_umask())
-            os.fsync(handle.fileno())
+        _settle(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         code = error.errno if isinstance(error, OSError) else errno.EIO

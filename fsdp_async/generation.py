@@ -54,8 +54,8 @@ def generate(
         is_over: told whether every response has ended, says whether to stop; ranks of one sharded model agree by it.
 
     Returns:
-        One group a prompt, in order. A sampled EOS is part of the response and under the mask; `finish_reason` is
-        "length" for a response that reached `max_response_tokens` without it.
+        One group a prompt, in order. A sampled EOS (or another end) is part of the response and under the mask;
+        `finish_reason` is "length" for a response that reached `max_response_tokens` without it.
     """
     generation = Generation(model, prompts, params, seed=seed)
     while not is_over(generation.is_done):
@@ -230,7 +230,7 @@ def _rows_of(partial: PartialGroup | None, params: SamplingParams) -> list[_Row]
 
 
 def _finish_reason(tokens: Sequence[int], params: SamplingParams) -> FinishReason | None:
-    if tokens and tokens[-1] == params.eos_token_id:
+    if tokens and (tokens[-1] == params.eos_token_id or tokens[-1] in params.stop_token_ids):
         return "stop"
     return "length" if len(tokens) >= params.max_response_tokens else None
 

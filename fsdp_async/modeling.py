@@ -1,8 +1,8 @@
 """Policies and their optimizers.
 
-Owns the small Qwen3 built from a `transformers` config, its FSDP2 wrapping (also at world size 1, without
-torchrun), AdamW and the learning-rate schedule, and eval mode for a while. It promises that dropout is off: a policy
-that answers differently twice has no log-probability to correct. It does not load weights (`warm_start.py`).
+Owns the policy, a small Qwen3 built from sizes or what a Hugging Face directory holds (`policy_files.py`), its FSDP2
+wrapping (also at world size 1, without torchrun), AdamW and the learning-rate schedule, and eval mode for a while. It
+promises that dropout is off: a policy that answers differently twice has no log-probability to correct.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from fsdp_async.checks import require_choice, require_flag
 from fsdp_async.devices import ON_HOST, Placement, device_of
 from fsdp_async.errors import ConfigError
 from fsdp_async.logprobs import token_log_probs
+from fsdp_async.policy_files import open_policy
 from fsdp_async.types import TrainBatch
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -37,8 +38,14 @@ MAX_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes of a Qwen3 policy; the defaults make about 0.6 million parameters."""
+    """Sizes of a Qwen3 policy, or a directory that holds one.
 
+    `path` names a local Hugging Face directory (config, safetensors weights, tokenizer) of a causal language model;
+    it says the sizes, then. Without it a Qwen3 of random weights is built; the defaults make about 0.6 million
+    parameters.
+    """
+
+    path: str | None = None
     hidden_size: int = 128
     intermediate_size: int = 256
     num_layers: int = 4
@@ -68,6 +75,18 @@ class ModelConfig:
                 f"model.dropout={self.dropout}: must be 0, because log-probs of one policy must be the same in "
                 "every forward"
             )
+        if self.path is not None:
+            self._check_path()
+
+    def _check_path(self) -> None:
+        if not self.path:
+            raise ConfigError("model.path is empty; name a Hugging Face directory, or leave it out")
+        for size in fields(self):
+            if size.name != "path" and (value := getattr(self, size.name)) != size.default:
+                raise ConfigError(
+                    f"model.{size.name}={value} has no effect with model.path={self.path}, whose config.json says all "
+                    "sizes; leave one out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +135,38 @@ class OptimConfig:
             )
 
 
-def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 on the CPU with weights drawn from `seed`; the global RNG is left as it was."""
-    hf_config = Qwen3Config(
+def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Any:
+    """The float32 policy on the CPU: that of `config.path`, or a Qwen3 with weights drawn from `seed`.
+
+    A transformers model. The global RNG is left as it was.
+
+    Raises:
+        ConfigError, InputError, UnsupportedModelError: the directory cannot be used.
+    """
+    if config.path is not None:
+        model = open_policy(config.path).load()
+        # Only sampling has a use for it.
+        model.config.use_cache = False
+        return model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(_sized(config, vocab_size)).float()
+
+
+def outline_model(config: ModelConfig, *, vocab_size: int) -> Any:
+    """The same model without memory (on the meta device).
+
+    Raises:
+        ConfigError, InputError, UnsupportedModelError: the directory cannot be used.
+    """
+    if config.path is not None:
+        return open_policy(config.path).outline()
+    with torch.device("meta"):
+        return Qwen3ForCausalLM(_sized(config, vocab_size)).float()
+
+
+def _sized(config: ModelConfig, vocab_size: int) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -132,9 +180,6 @@ def build_model(config: ModelConfig, *, vocab_size: int, seed: int) -> Qwen3ForC
         use_cache=False,
         attn_implementation="sdpa",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen3ForCausalLM(hf_config).float()
 
 
 def ensure_process_group(placement: Placement = ON_HOST) -> bool:
@@ -155,8 +200,8 @@ def ensure_process_group(placement: Placement = ON_HOST) -> bool:
     return True
 
 
-def apply_fsdp2(model: Qwen3ForCausalLM, placement: Placement = ON_HOST) -> None:
-    """Shard `model`, which lies on that device, in place: each decoder layer, then the root, over all ranks.
+def apply_fsdp2(model: Any, placement: Placement = ON_HOST) -> None:
+    """Shard `model` of transformers, on that device, in place: each decoder layer, then the root, over all ranks.
 
     Weights, gradients and their reduction stay in float32; forwards and backwards compute in the placement's dtype.
     """
@@ -164,9 +209,16 @@ def apply_fsdp2(model: Qwen3ForCausalLM, placement: Placement = ON_HOST) -> None
     policy = MixedPrecisionPolicy()
     if placement.dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=placement.dtype, reduce_dtype=torch.float32)
-    for layer in model.model.layers:
+    for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def decoder_layers(model: Any) -> list[nn.Module]:
+    """The layers of a transformers model, first to last: its outermost list of as many modules as it has layers."""
+    num_layers = model.config.get_text_config().num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers)
+    return [*next(lists, [])]
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def effective_plan(config: Config, *, num_parameters: int) -> list[str]:
         _staleness(config),
         _cache(config, num_parameters),
         _canary(config),
+        *_export(config),
     ]
 
 
@@ -41,15 +42,22 @@ def _compute(config: Config) -> str:
 
 
 def _start(config: Config) -> str:
-    start = config.warm_start
+    start, path = config.warm_start.of(config.model), config.model.path
     if start.path is not None:
         return f"start: the weights of {start.path}"
-    if start.num_steps == 0:
-        return "start: random weights; RL learns only if some responses are rewarded"
+    weights = "random weights" if path is None else f"the weights of {path}"
+    if start.steps == 0:
+        return f"start: {weights}" + ("; RL learns only if some responses are rewarded" if path is None else "")
     return (
-        f"start: random weights and {start.num_steps} supervised steps on {config.task.kind}, made once and kept in "
+        f"start: {weights} and {start.steps} supervised steps on {config.task.kind}, made once and kept in "
         f"{start.directory}"
     )
+
+
+def _export(config: Config) -> list[str]:
+    if not config.run.export:
+        return []
+    return [f"export: the policy after the last batch, as a Hugging Face directory, to {config.run.output_dir}/policy"]
 
 
 def _optimizer(config: Config) -> str:
@@ -75,7 +83,7 @@ def _generation(config: Config) -> str:
 def _reward(config: Config) -> str:
     rewards = config.rewards
     text = {
-        "exact": "1 for the right answer and its end, token for token, else 0",
+        "exact": "1 for the right answer and its end, else 0",
         "graded": "share of positions that agree with the right answer, its end included",
         "python": f"{rewards.function}, in a process of its own",
         "math_verify": "1 for the same mathematics as the answer (math-verify), else 0, in a process of its own",

@@ -19,13 +19,15 @@ import numpy as np
 from fsdp_async.checkpoint import checkpoints_in, newest_checkpoint, read_state, what_is_wrong
 from fsdp_async.config import Config
 from fsdp_async.errors import CheckpointError
+from fsdp_async.policy_files import open_policy
 from fsdp_async.recorder import SUMMARY
 from fsdp_async.run_dir import strict
 
 CHECKPOINTS = "checkpoints"
 
+OLD_SHAPE = "its weights have the old shape"
 FROZEN = {
-    "model": "its weights have the old shape",
+    "model": OLD_SHAPE,
     "task": "the stream would ask other questions under the same names",
     "warm_start": "it has no effect, since weights come from the checkpoint",
     "run.seed": "it orders the stream, of which a part has been asked already",
@@ -33,7 +35,8 @@ FROZEN = {
     "trainer.groups_per_batch": "admission has reckoned with the old one",
     "trainer.sync_every": "versions have been counted by the old one",
 }
-"""What cannot change, and why."""
+"""What cannot change, and why. A directory of the policy may move: what is compared is in it."""
+MOVABLE = ("model.path",)
 
 UNSHOWN = ("run.output_dir", "run.resume", "run.overwrite")
 
@@ -104,6 +107,7 @@ def find_resumption(config: Config) -> Resumption | None:
         raise CheckpointError(
             f"{config.task.path} was edited since {path} was made: {FROZEN['task']}; use the old file"
         )
+    _refuse_other_policy(state.get("policy"), policy_identity(config), config.model.path, path)
     shown = tuple(f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in UNSHOWN)
     return Resumption(path, state, shown, tuple(problems))
 
@@ -132,6 +136,12 @@ def task_digest(config: Config) -> str | None:
     """Of the file that the task reads; None for one that reads none."""
     path = config.task.path
     return None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def policy_identity(config: Config) -> dict[str, Any] | None:
+    """Of the directory that holds the policy; None for one that is built from sizes."""
+    path = config.model.path
+    return None if path is None else open_policy(path).identity
 
 
 def generators() -> dict[str, Any]:
@@ -163,9 +173,35 @@ def _named(path: Path) -> tuple[Path | None, list[str]]:
 
 def _refuse_frozen(changes: Mapping[str, tuple[Any, Any]], path: Path) -> None:
     for key, (old, new) in changes.items():
+        if key in MOVABLE:
+            continue
         for frozen, reason in FROZEN.items():
             if key == frozen or key.startswith(f"{frozen}."):
                 raise CheckpointError(
                     f"{key}={new}, but {path} was made with {old}, which cannot change: {reason}; set it back, or "
                     "start a new run"
                 )
+
+
+def _refuse_other_policy(
+    old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, model_path: str | None, path: Path
+) -> None:
+    if old is None and new is None:
+        return
+    if old is None or new is None:
+        made = "from sizes" if old is None else "from a directory"
+        raise CheckpointError(
+            f"model.path={model_path}, but {path} was made with a policy {made}, which cannot change: {OLD_SHAPE}; set "
+            "it back, or start a new run"
+        )
+    if changes := config_changes(old["config"], new["config"]):
+        told = ", ".join(f"{key}={now} instead of {before}" for key, (before, now) in changes.items())
+        raise CheckpointError(
+            f"model.path={model_path} does not hold what {path} was made with: {told}, which cannot change, because "
+            "the weights were trained with it; give a directory with the same config.json, or start a new run"
+        )
+    if old["vocabulary"] != new["vocabulary"]:
+        raise CheckpointError(
+            f"model.path={model_path}: the tokenizer is another one than {path} was made with, which cannot change: "
+            "its tokens would mean other texts; give a directory with the same tokenizer, or start a new run"
+        )

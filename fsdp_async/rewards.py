@@ -32,7 +32,7 @@ FUNCTION = re.compile(r"(.+\.py|[^\W\d]\w*(\.[^\W\d]\w*)*):[^\W\d]\w*")
 class RewardConfig:
     """How a response is scored.
 
-    `exact`: 1 for the whole right answer and its end, else 0. `graded`: share of right positions, the end included.
+    `exact`: 1 for the whole right answer and its end, else 0. `graded`: 1 for it, else the share of right tokens.
     `math_verify`: 1 if it is the same mathematics as the answer, else 0. `reasoning_gym`: what the dataset that asked
     says. `python`: `function`, "package.module:name" or "my_reward.py:name", called as
     function(prompt_text, response_text, info) -> float in a process of its own; info["answer"] is the right answer. A
@@ -101,9 +101,13 @@ class OwnedReward(Reward, Protocol):
 
 @dataclass(frozen=True)
 class AnswerMatch:
-    """Compares the sampled tokens with `prompt.info["answer_ids"]`, which end in EOS."""
+    """Compares the sampled tokens with `prompt.info["answer_ids"]`, which end in EOS.
+
+    With `source`, a response that ended and says the same text in other tokens is right, too.
+    """
 
     graded: bool
+    source: TextSource | None = None
 
     def score(self, prompt: Prompt, response: Response) -> float:
         """1.0 for equality; with `graded` the share of positions that agree, over the longer of the two.
@@ -117,10 +121,17 @@ class AnswerMatch:
                 "score with a reward of your own"
             )
         answer: tuple[int, ...] = tuple(prompt.info["answer_ids"])
+        if response.token_ids == answer or self._says(answer, response):
+            return 1.0
         if not self.graded:
-            return float(response.token_ids == answer)
+            return 0.0
         agree = sum(a == b for a, b in zip(response.token_ids, answer, strict=False))
         return agree / max(len(answer), len(response.token_ids))
+
+    def _says(self, answer: tuple[int, ...], response: Response) -> bool:
+        if self.source is None or response.finish_reason != "stop":
+            return False
+        return self.source.decode(response.token_ids) == self.source.decode(answer)
 
     @property
     def failures(self) -> Mapping[str, int]:
@@ -151,14 +162,15 @@ class Verdict:
 def build_reward(config: RewardConfig, source: TextSource | None = None, *, inline: bool = False) -> OwnedReward:
     """The configured reward, for prompts that carry their answers; close it.
 
-    `source` (a task) gives the texts; `exact` and `graded` compare tokens and need none. `inline` calls a function in
-    this process, where a debugger sees it; `timeout_s`, `max_failures` and `failure_value` then do not act.
+    `source` (a task) gives the texts; `exact` and `graded` can do without, and then compare tokens alone. `inline`
+    calls a function in this process, where a debugger sees it; `timeout_s`, `max_failures` and `failure_value` then do
+    not act.
 
     Raises:
         ConfigError: the function cannot be imported, or an optional package is not installed; names what is missing.
     """
     if config.kind in IN_PROCESS:
-        return AnswerMatch(graded=config.kind == "graded")
+        return AnswerMatch(graded=config.kind == "graded", source=source)
     if source is None:
         raise ConfigError(f"rewards.kind={config.kind} scores texts: pass the task to build_reward, too")
     function = config.function
@@ -170,16 +182,17 @@ def build_reward(config: RewardConfig, source: TextSource | None = None, *, inli
     return ProcessReward(function, source, Limits(config.timeout_s, config.max_failures, config.failure_value))
 
 
-def build_right(config: RewardConfig, reward: OwnedReward) -> Reward:
+def build_right(config: RewardConfig, reward: OwnedReward, source: TextSource | None = None) -> Reward:
     """What counts as right when accuracy is measured, whatever training rewards.
 
-    A response that equals the answer, token for token; with `math_verify` and `reasoning_gym`, which know that an
-    answer can be written in several ways, one that `reward` scores at least `RIGHT`.
+    A response that equals the answer, in text where `source` (a task) gives it, else token for token; with
+    `math_verify` and `reasoning_gym`, which know that an answer can be written in several ways, one that `reward`
+    scores at least `RIGHT`.
     """
     if config.kind in LIBRARIES:
         assert isinstance(reward, ProcessReward | InlineReward)
         return Verdict(reward)
-    return AnswerMatch(graded=False)
+    return AnswerMatch(graded=False, source=source)
 
 
 def score_group(group: ResponseGroup, reward: Reward) -> ResponseGroup:

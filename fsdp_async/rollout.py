@@ -24,17 +24,23 @@ MIN_BUCKET_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How responses are drawn: `num_samples` to each prompt, from the whole tempered distribution."""
+    """How responses are drawn: `num_samples` to each prompt, from the whole tempered distribution.
+
+    A response ends with `eos_token_id`, with one of `stop_token_ids`, or at its greatest length.
+    """
 
     num_samples: int
     max_response_tokens: int
     temperature: float
     eos_token_id: int
     pad_token_id: int
+    stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("num_samples", 1), ("max_response_tokens", 1), ("eos_token_id", 0), ("pad_token_id", 0)):
             require_whole(f"sampling: {name}", getattr(self, name), least)
+        for token in self.stop_token_ids:
+            require_whole("sampling: each of stop_token_ids", token, 0)
         require_number(
             "sampling: temperature",
             self.temperature,

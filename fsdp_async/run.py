@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_async.assembly import assemble, checked_task
+from fsdp_async.assembly import assemble, checked_task, export_checkpoint, export_live
 from fsdp_async.backends import require_package
 from fsdp_async.config import Config
 from fsdp_async.devices import trainer_placement
 from fsdp_async.errors import ConfigError, FsdpAsyncError, RankFailedError
 from fsdp_async.lead import Lead
-from fsdp_async.modeling import build_model, ensure_process_group
+from fsdp_async.modeling import ensure_process_group, outline_model
 from fsdp_async.plan import cache_bytes, effective_plan
 from fsdp_async.resume import Resumption, find_resumption
 from fsdp_async.rewards import build_reward
@@ -61,8 +61,7 @@ def plan_lines(config: Config) -> list[str]:
         ConfigError, InputError: the task or the cache's budget do not fit.
     """
     task = checked_task(config)
-    with torch.device("meta"):
-        net = build_model(config.model, vocab_size=task.vocab_size, seed=config.run.seed)
+    net = outline_model(config.model, vocab_size=task.vocab_size)
     num_parameters = sum(p.numel() for p in net.parameters())
     limit, needed = config.cache.max_bytes, cache_bytes(config, num_parameters)
     if limit is not None and limit < needed:
@@ -96,12 +95,15 @@ def run_training(config: Config, view: View) -> dict[str, Any]:
         summary: dict[str, Any] = {}
         if resumption is not None and resumption.is_complete(config):
             summary = lead.ask(resumption.summary)
+            if config.run.export:
+                export_checkpoint(config, lead, resumption, files if lead.is_lead else None, view, stack)
         else:
             try:
                 with _ranks_named(lead):
                     trainer = assemble(config, lead, stack, resumption, files if lead.is_lead else None, view)
                     view.trainer_ready(trainer)
-                    trainer.run()
+                    if trainer.run() and config.run.export:
+                        export_live(config, trainer, lead, files if lead.is_lead else None)
             finally:
                 if lead.is_lead:
                     summary = files.finish()

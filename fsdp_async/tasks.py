@@ -1,35 +1,33 @@
 """Prompts.
 
-Owns the tasks (built-in sorting of digits, a JSONL file, a dataset of reasoning-gym), their character tokenizer and the
-deterministic endless stream of training prompts. Evaluation prompts are fixed and never appear in the stream. It
-scores nothing.
+Owns the tasks (built-in sorting of digits, a JSONL file, a dataset of reasoning-gym) and the deterministic endless
+stream of training prompts, in whatever vocabulary the policy has (`tokenization.py`). Evaluation prompts are fixed and
+never appear in the stream. It scores nothing.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tokenizers import Regex, Tokenizer, decoders
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import PreTrainedTokenizerFast
-
 from fsdp_async.backends import resolve_backend
 from fsdp_async.checks import require_choice
 from fsdp_async.errors import ConfigError, InputError
+from fsdp_async.tokenization import (
+    CHARACTERS,
+    TEXT_CHARACTERS,
+    CharacterVocabulary,
+    PromptText,
+    Vocabulary,
+    prompt_text,
+)
 from fsdp_async.types import Prompt
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
-CHARACTERS = string.digits + string.ascii_lowercase + " >=+-*/.,"
-TEXT_CHARACTERS = CHARACTERS + "".join(sorted({*string.ascii_uppercase, *string.punctuation, "\n"} - {*CHARACTERS}))
-"""What `reasoning_gym` may ask in: printable ASCII and the end of a line. Shared characters have the same tokens."""
 MAX_DIGITS = 6
 """`sort_digits` lists all its items (10 to the power of this many), which takes seconds here and ever longer above."""
 TaskKind = Literal["sort_digits", "jsonl", "reasoning_gym"]
@@ -40,10 +38,12 @@ Pair = tuple[tuple[int, ...], tuple[int, ...]]
 class TaskConfig:
     """What is asked.
 
-    `sort_digits`: "4927>" wants "2479". `jsonl`: each line of `path` is {"prompt": str, "answer": str} over digits,
-    lower-case letters, space and >=+-*/.,; the last `eval_items` lines are for evaluation. `reasoning_gym`: its dataset
-    `name` with the options `dataset` ({size: 1000, seed: 0} and what else that dataset knows), each question once; the
-    last `eval_items` are for evaluation. Questions and answers must be ASCII.
+    `sort_digits`: "4927>" wants "2479". `jsonl`: each line of `path` is {"prompt": str, "answer": str}; the last
+    `eval_items` lines are for evaluation. `reasoning_gym`: its dataset `name` with the options `dataset` ({size: 1000,
+    seed: 0} and what else that dataset knows), each question once; the last `eval_items` are for evaluation. The
+    built-in characters are digits, lower-case letters, space and >=+-*/., and, with `reasoning_gym`, all of ASCII. With
+    model.path the tokenizer there decides, and a prompt of `jsonl` may be a list of {"role": str, "content": str},
+    which its chat template writes.
     """
 
     kind: TaskKind = "sort_digits"
@@ -105,37 +105,32 @@ class TaskConfig:
             raise ConfigError(f"task.path={self.path}: no regular file; give an existing JSONL file")
 
 
-def build_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token a character: 3 special tokens and 45 characters, or `characters`."""
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *characters))}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")  # a dot would not match the end of a line
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
 @dataclass(frozen=True)
 class Item:
     """One question in text; `prompt_id` is stable over runs, `info` is for reward functions."""
 
     prompt_id: str
-    prompt: str
+    prompt: PromptText
     answer: str
     info: Mapping[str, Any] = field(default_factory=dict)
+
+
+Located = tuple[str, Item]
+"""An item and where it comes from, for messages."""
 
 
 class Task:
     """A finite set of items, split into training and evaluation; built by `build_task`."""
 
     def __init__(
-        self, name: str, training: list[Item], evaluation: list[Item], *, seed: int, characters: str = CHARACTERS
+        self, name: str, training: list[Item], evaluation: list[Item], *, seed: int, vocabulary: Vocabulary
     ) -> None:
         self.name = name
-        self.tokenizer = build_tokenizer(characters)
-        self._texts = (*SPECIAL_TOKENS, *characters)
-        self.vocab_size = len(self.tokenizer)
-        self.pad_token_id = int(self.tokenizer.convert_tokens_to_ids("<pad>"))
-        self.eos_token_id = int(self.tokenizer.convert_tokens_to_ids("<eos>"))
+        self.vocabulary = vocabulary
+        self.vocab_size = vocabulary.size
+        self.pad_token_id = vocabulary.pad_token_id
+        self.eos_token_id = vocabulary.eos_token_id
+        self.stop_token_ids = vocabulary.stop_token_ids
         self._training = training
         self._evaluation = evaluation
         self._seed = seed
@@ -158,7 +153,7 @@ class Task:
             InputError: an answer, with its EOS, is longer than `max_response_tokens`; names the first one.
         """
         for item in (*self._training, *self._evaluation):
-            if (num_tokens := len(item.answer) + 1) > max_response_tokens:
+            if (num_tokens := len(self._answer_ids(item))) > max_response_tokens:
                 raise InputError(
                     f"{item.prompt_id}: the answer {item.answer!r:.80} takes {num_tokens} tokens with its end, above "
                     f"rollout.max_response_tokens={max_response_tokens}; no response could ever be right: raise it"
@@ -172,18 +167,17 @@ class Task:
         """`num` pairs (prompt tokens, answer tokens with EOS), drawn from the training items with replacement."""
         generator = random.Random(f"sft/{seed}")
         return [
-            (self.encode(item.prompt), self._answer_ids(item))
+            (self.vocabulary.encode_prompt(item.prompt), self._answer_ids(item))
             for item in (generator.choice(self._training) for _ in range(num))
         ]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of `text`, one a character."""
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        """Token ids of a response that says `text`, without its end."""
+        return self.vocabulary.encode(text)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids` without its end, one character a token; other special tokens by their names."""
-        stop = len(token_ids) - (token_ids[-1:] == (self.eos_token_id,))
-        return "".join(self._texts[token] for token in token_ids[:stop])
+        """The text of `token_ids` without its end; other special tokens by their names."""
+        return self.vocabulary.decode(token_ids)
 
     def scoring_info(self, prompt_id: str) -> Mapping[str, Any]:
         """What a reward function may know of a prompt: `answer`, and with reasoning-gym `dataset`, `options`, `entry`.
@@ -213,18 +207,29 @@ class Task:
 
     def _prompt(self, item: Item, epoch: int) -> Prompt:
         info = {"answer_ids": self._answer_ids(item)}
-        return Prompt(item.prompt_id, self.encode(item.prompt), self.name, info, epoch)
+        return Prompt(item.prompt_id, self.vocabulary.encode_prompt(item.prompt), self.name, info, epoch)
 
 
-def build_task(config: TaskConfig, *, seed: int) -> Task:
+def build_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary | None = None) -> Task:
     """The configured task; `seed` orders the stream and does not change which items are for evaluation.
+
+    `vocabulary` None takes the built-in characters for that kind of task.
 
     Raises:
         InputError: a malformed line of a JSONL file, named with its number; or a prompt of that file that is both for
-            training and for evaluation; or an entry of a dataset that has characters without a token, or no answer.
+            training and for evaluation; or an item that has a part without a token, no answer, or too long a prompt.
         ConfigError: reasoning-gym is not installed, or does not know the dataset or its options.
     """
-    items = {"sort_digits": _sort_items, "jsonl": _jsonl_items, "reasoning_gym": _gym_items}[config.kind](config)
+    vocabulary = vocabulary or CharacterVocabulary(_characters(config))
+    located = {"sort_digits": _sort_items, "jsonl": _jsonl_items, "reasoning_gym": _gym_items}[config.kind](config)
+    items: list[Item] = []
+    seen: set[PromptText] = set()
+    for where, item in located:
+        _check_item(item, where, vocabulary, config.max_prompt_tokens)
+        # Each question of a dataset once: a small one repeats itself. In a file it is the user's weighting.
+        if config.kind != "reasoning_gym" or item.prompt not in seen:
+            items.append(item)
+            seen.add(item.prompt)
     evaluation, training = items[-config.eval_items :], items[: -config.eval_items]
     where = f"task.name={config.name}" if config.kind == "reasoning_gym" else f"task.path={config.path}"
     if not training:
@@ -234,7 +239,7 @@ def build_task(config: TaskConfig, *, seed: int) -> Task:
             f"evaluation; nothing is left to train on: {more}, or lower task.eval_items"
         )
     _refuse_overlap(training, evaluation, where)
-    return Task(config.kind, training, evaluation, seed=seed, characters=_characters(config))
+    return Task(config.kind, training, evaluation, seed=seed, vocabulary=vocabulary)
 
 
 def _characters(config: TaskConfig) -> str:
@@ -244,7 +249,7 @@ def _characters(config: TaskConfig) -> str:
 def _refuse_overlap(training: list[Item], evaluation: list[Item], where: str) -> None:
     """A prompt trained on says nothing about accuracy; the same prompt twice in training is the user's weighting."""
     trained = {item.prompt: item.prompt_id for item in training}
-    answers: dict[str, Item] = {}
+    answers: dict[PromptText, Item] = {}
     for item in evaluation:
         if (other := answers.setdefault(item.prompt, item)).answer != item.answer:
             raise InputError(
@@ -253,32 +258,30 @@ def _refuse_overlap(training: list[Item], evaluation: list[Item], where: str) ->
             )
         if item.prompt in trained:
             raise InputError(
-                f"{where}: {trained[item.prompt]} and {item.prompt_id} ask the same, {item.prompt!r}, and the latter "
-                "is for evaluation; remove one, or move them to the same side of task.eval_items"
+                f"{where}: {trained[item.prompt]} and {item.prompt_id} ask the same, {item.prompt!r:.80}, and the "
+                "latter is for evaluation; remove one, or move them to the same side of task.eval_items"
             )
 
 
-def _sort_items(config: TaskConfig) -> list[Item]:
+def _sort_items(config: TaskConfig) -> Iterator[Located]:
     """All digit strings, in one fixed shuffled order."""
     numbers = [f"{number:0{config.num_digits}d}" for number in range(10**config.num_digits)]
     random.Random("sort_digits").shuffle(numbers)
-    return [Item(f"sort/{digits}", f"{digits}>", "".join(sorted(digits))) for digits in numbers]
+    for digits in numbers:
+        yield f"sort/{digits}", Item(f"sort/{digits}", f"{digits}>", "".join(sorted(digits)))
 
 
-def _jsonl_items(config: TaskConfig) -> list[Item]:
+def _jsonl_items(config: TaskConfig) -> Iterator[Located]:
     assert config.path is not None
     try:
         # Lines end in \n alone: str.splitlines would also cut at characters that JSON allows inside a string.
         lines = Path(config.path).read_bytes().split(b"\n")
     except OSError as error:
         raise InputError(f"task.path={config.path}: {error.strerror}; give a JSONL file that can be read") from error
-    items = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            items.append(
-                _jsonl_item(line, f"{config.path}, line {number}", f"jsonl/{number}", config.max_prompt_tokens)
-            )
-    return items
+            where = f"{config.path}, line {number}"
+            yield where, _jsonl_item(line, where, f"jsonl/{number}")
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -287,32 +290,40 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _jsonl_item(line: bytes, where: str, prompt_id: str, max_prompt_tokens: int) -> Item:
+def _jsonl_item(line: bytes, where: str, prompt_id: str) -> Item:
     try:
         record = json.loads(line.decode(), object_pairs_hook=_without_doubles)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, nested without end
         raise InputError(f"{where}: not JSON ({error}); each line must be one object") from error
     if not isinstance(record, dict) or record.keys() != {"prompt", "answer"}:
         raise InputError(f"{where}: need exactly the keys prompt and answer, got {record!r:.80}")
-    return _checked_item(Item(prompt_id, record["prompt"], record["answer"]), where, CHARACTERS, max_prompt_tokens)
+    try:
+        prompt = prompt_text(record["prompt"])
+    except InputError as error:
+        raise InputError(f"{where}: prompt{error}") from error
+    return Item(prompt_id, prompt, record["answer"])
 
 
-def _checked_item(item: Item, where: str, characters: str, max_prompt_tokens: int) -> Item:
+def _check_item(item: Item, where: str, vocabulary: Vocabulary, max_prompt_tokens: int) -> None:
     for key, text in (("prompt", item.prompt), ("answer", item.answer)):
-        if not isinstance(text, str) or not text:
+        if not text or not isinstance(text, str | tuple):
             raise InputError(f"{where}: {key}={text!r} must be a non-empty string")
-        if unknown := set(text) - set(characters):
-            raise InputError(f"{where}: {key} has characters {sorted(unknown)} outside {characters!r}")
-    if len(item.prompt) > max_prompt_tokens:
+    try:
+        num_tokens = len(vocabulary.encode_prompt(item.prompt))
+    except InputError as error:
+        raise InputError(f"{where}: prompt {error}") from error
+    try:
+        vocabulary.encode(item.answer)
+    except InputError as error:
+        raise InputError(f"{where}: answer {error}") from error
+    if num_tokens > max_prompt_tokens:
         raise InputError(
-            f"{where}: the prompt has {len(item.prompt)} tokens, above task.max_prompt_tokens="
+            f"{where}: the prompt has {num_tokens} tokens, above task.max_prompt_tokens="
             f"{max_prompt_tokens}; raise it or shorten the prompt"
         )
-    return item
 
 
-def _gym_items(config: TaskConfig) -> list[Item]:
-    """Each question of the dataset once, in its order: a small one repeats itself."""
+def _gym_items(config: TaskConfig) -> Iterator[Located]:
     name, options = str(config.name), dict(config.dataset or {})
     try:
         entries = list(resolve_backend("reasoning_gym").entries(name, options))
@@ -320,10 +331,6 @@ def _gym_items(config: TaskConfig) -> list[Item]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"task.name={name}, task.dataset={options}: {error}") from error
-    items: dict[str, Item] = {}
     for index, entry in enumerate(entries):
         info = {"dataset": name, "options": options, "entry": entry}
-        item = Item(f"{name}/{index}", entry["question"], entry["answer"], info)
-        _checked_item(item, f"{name}, entry {index}", TEXT_CHARACTERS, config.max_prompt_tokens)
-        items.setdefault(item.prompt, item)
-    return list(items.values())
+        yield f"{name}, entry {index}", Item(f"{name}/{index}", entry["question"], entry["answer"], info)

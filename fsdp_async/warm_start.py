@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,8 +24,10 @@ from fsdp_async.errors import ConfigError, InputError, NonFiniteError
 from fsdp_async.files import write_model
 from fsdp_async.logprobs import token_log_probs
 from fsdp_async.modeling import ModelConfig
+from fsdp_async.policy_files import open_policy
 from fsdp_async.tasks import Task, TaskConfig
 
+DEFAULT_STEPS = 100
 RECIPE = ("batch_size", "lr", "directory")
 
 
@@ -34,25 +36,40 @@ class WarmStartConfig:
     """Supervised steps before RL, or the file that holds their result.
 
     `path` names a safetensors file to load (then no steps are taken); without it the file is looked for, and made,
-    in `directory` under a name that is a digest of model, task, seed and recipe. `num_steps=0` starts from random.
+    in `directory` under a name that is a digest of model, task, seed and recipe. `num_steps` null means 100, or none
+    with model.path, from whose weights they start; 0 starts from those, or from random ones.
     """
 
     path: str | None = None
     directory: str = "outputs/warm_start"
-    num_steps: int = 100
+    num_steps: int | None = None
     batch_size: int = 64
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        if self.num_steps < 0 or self.batch_size < 1 or not 0 < self.lr <= 1:
+        if self.steps < 0 or self.batch_size < 1 or not 0 < self.lr <= 1:
             raise ConfigError(
-                f"warm_start.num_steps={self.num_steps}, batch_size={self.batch_size}, lr={self.lr}: "
+                f"warm_start.num_steps={self.steps}, batch_size={self.batch_size}, lr={self.lr}: "
                 "need num_steps >= 0, batch_size >= 1, 0 < lr <= 1 (Adam moves every weight by about lr a step)"
             )
         if self.path is not None:
             self._refuse("num_steps", *RECIPE, because=f"warm_start.path={self.path}, which is loaded as it is")
         elif self.num_steps == 0:
-            self._refuse(*RECIPE, because="warm_start.num_steps=0, a start from random weights")
+            self._refuse(*RECIPE, because="warm_start.num_steps=0, so that no step is taken")
+
+    @property
+    def steps(self) -> int:
+        """Supervised steps to take."""
+        return DEFAULT_STEPS if self.num_steps is None else self.num_steps
+
+    def of(self, model: ModelConfig) -> WarmStartConfig:
+        """The same, with what `num_steps` null means for `model`.
+
+        Raises:
+            ConfigError: an option that has no effect then.
+        """
+        is_none = self.path is None and self.num_steps is None and model.path is not None
+        return replace(self, num_steps=0) if is_none else self
 
     def _refuse(self, *names: str, because: str) -> None:
         for name in names:
@@ -63,7 +80,7 @@ class WarmStartConfig:
 
 
 def find_warm_start(config: WarmStartConfig, model: ModelConfig, task: TaskConfig, *, seed: int) -> Path | None:
-    """Where the warm start of this recipe lies or will lie; None for a run from random weights.
+    """Where the warm start of this recipe lies or will lie; None where no step is taken.
 
     Raises:
         ConfigError: `path` is given and there is no such file.
@@ -76,9 +93,12 @@ def find_warm_start(config: WarmStartConfig, model: ModelConfig, task: TaskConfi
                 "warm_start.path=null to have one made"
             )
         return path
-    if config.num_steps == 0:
+    config = config.of(model)
+    if config.steps == 0:
         return None
-    recipe = [asdict(model), asdict(task), seed, config.num_steps, config.batch_size, config.lr]
+    recipe = [asdict(model), asdict(task), seed, config.steps, config.batch_size, config.lr]
+    if model.path is not None:
+        recipe.append(open_policy(model.path).digest())
     if task.path is not None:
         # What the file says, not its name: an edited file is another task.
         recipe.append(hashlib.sha256(Path(task.path).read_bytes()).hexdigest())
@@ -126,9 +146,9 @@ def _supervise(
     net: nn.Module, task: Task, config: WarmStartConfig, *, seed: int, on_step: Callable[[int, float], None] | None
 ) -> None:
     optimizer = AdamW(net.parameters(), lr=config.lr)
-    pairs = task.sft_pairs(config.num_steps * config.batch_size, seed)
+    pairs = task.sft_pairs(config.steps * config.batch_size, seed)
     net.train()
-    for step in range(config.num_steps):
+    for step in range(config.steps):
         loss = _supervised_loss(net, pairs[step * config.batch_size : (step + 1) * config.batch_size])
         _refuse_divergence(loss, step, config)
         optimizer.zero_grad(set_to_none=True)
@@ -140,7 +160,7 @@ def _supervise(
     net.zero_grad(set_to_none=True)
     # The losses above are those before a step: the last one has not been looked at.
     with torch.no_grad():
-        _refuse_divergence(_supervised_loss(net, pairs[: config.batch_size]), config.num_steps, config)
+        _refuse_divergence(_supervised_loss(net, pairs[: config.batch_size]), config.steps, config)
 
 
 def _refuse_divergence(loss: Tensor, step: int, config: WarmStartConfig) -> None:

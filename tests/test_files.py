@@ -11,7 +11,7 @@ from builders import tiny_model
 from safetensors.torch import load_file, load_model
 
 from fsdp_async.errors import OutputError
-from fsdp_async.files import write_json, write_model, write_model_at, write_tensors
+from fsdp_async.files import write_directory, write_json, write_model, write_model_at, write_tensors
 
 
 def test_json_is_strict_and_leaves_no_temporary_file(tmp_path):
@@ -83,3 +83,53 @@ def test_an_open_directory_is_followed_when_it_is_renamed(tmp_path):
         os.close(handle)
     assert os.listdir(tmp_path) == ["new"]
     assert os.listdir(new) == ["m.safetensors"]
+
+
+def _filled(text):
+    return lambda place: (place / "a.txt").write_text(text)
+
+
+def test_a_directory_is_replaced_whole_and_others_may_read_it(tmp_path):
+    path = tmp_path / "deep" / "d"
+    before = os.umask(0o027)
+    try:
+        for text in ("one", "two"):
+            write_directory(path, _filled(text))
+            assert (path / "a.txt").read_text() == text
+    finally:
+        os.umask(before)
+    assert (path / "a.txt").stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path / "deep") == ["d"]
+
+
+def test_a_directory_that_could_not_be_written_leaves_the_old_one_alone(tmp_path):
+    path = tmp_path / "d"
+    write_directory(path, _filled("old"))
+
+    def full(place):
+        _filled("half")(place)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OutputError, match=r"d was not written: .*No space left") as raised:
+        write_directory(path, full)
+    assert raised.value.errno == 28
+    assert (path / "a.txt").read_text() == "old"
+    assert os.listdir(tmp_path) == ["d"]
+
+
+@pytest.mark.parametrize("has_both", [False, True])
+def test_what_a_killed_writer_left_is_put_back_or_taken_away(tmp_path, has_both):
+    """Killed between its two renames, or after them."""
+    for name in (".d.old", ".d.new", *(["d"] if has_both else [])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name)
+
+    def fails(place):
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OutputError):
+        write_directory(tmp_path / "d", fails)
+    assert (tmp_path / "d" / "a.txt").read_text() == ("d" if has_both else ".d.old")
+    write_directory(tmp_path / "d", _filled("new"))
+    assert (tmp_path / "d" / "a.txt").read_text() == "new"
+    assert os.listdir(tmp_path) == ["d"]

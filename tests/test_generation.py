@@ -189,3 +189,22 @@ def test_what_was_told_of_unfinished_responses_is_enough_to_go_on(num_drawn):
     again = [r.rollout_log_prob for g in groups[1:][::-1] for r in g.responses]
     for mine, theirs in zip(again, [r.rollout_log_prob for g in expected for r in g.responses], strict=True):
         assert mine == pytest.approx(theirs, abs=CACHE_TOLERANCE)
+
+
+def test_any_of_the_ends_ends_a_response_and_is_part_of_it():
+    model = tiny_model()
+    free = dataclasses.replace(PARAMS, eos_token_id=VOCAB + 1)
+    lengths = {}
+    for name, params in (
+        ("free", free),
+        ("eos", dataclasses.replace(free, eos_token_id=5)),
+        ("stops", dataclasses.replace(free, stop_token_ids=(5, 7))),
+    ):
+        responses = [r for g in _generate(model, _prompts(), params) for r in g.responses]
+        lengths[name] = [len(r.token_ids) for r in responses]
+        ends = {5} if name == "eos" else {5, 7} if name == "stops" else set()
+        for response in responses:
+            assert (response.finish_reason == "stop") == (response.token_ids[-1] in ends)
+            assert not ends & {*response.token_ids[:-1]}
+    # The draws are those of the prompt: a response is what it would have been, up to its end.
+    assert sum(lengths["free"]) > sum(lengths["eos"]) > sum(lengths["stops"])

@@ -12,15 +12,35 @@ import fsdp_async
 PACKAGE = Path(fsdp_async.__file__).parent
 LEVELS = [
     {"types", "errors", "checks", "timeline"},
-    {"metrics", "logprobs", "advantages", "loss_config", "losses", "batching", "files", "audit", "devices"}
+    {
+        "metrics",
+        "logprobs",
+        "advantages",
+        "loss_config",
+        "losses",
+        "batching",
+        "files",
+        "audit",
+        "devices",
+        "tokenization",
+    }
     | {"backends", "scoring_worker", "math_verify_backend", "reasoning_gym_backend", "plotly_backend"}
     | {"scalars", "library_logger", "logger_worker", "wandb_backend", "trackio_backend"}
     | {"is_correction", "correction_config", "correction_statistics", "correction_verl"},
     {"dtensor_io", "arena", "swaps", "agreement", "live_tracker", "version_store", "state_cache"}
     | {"interrupts", "visits", "description", "contents", "pending", "state_reading", "inspection"}
     | {"tasks", "rewards", "scoring", "scoring_inline", "lead", "checkpoint", "ledger", "sample_queue", "loggers"}
-    | {"queue_state", "run_dir", "buckets", "shared_block"},
-    {"modeling", "generation", "rollout", "rollout_hf", "rollout_inline", "engine_proxy", "engine_worker"}
+    | {"queue_state", "run_dir", "buckets", "shared_block", "policy_files"},
+    {
+        "modeling",
+        "policy_export",
+        "generation",
+        "rollout",
+        "rollout_hf",
+        "rollout_inline",
+        "engine_proxy",
+        "engine_worker",
+    }
     | {"weight_sync", "warm_start", "evaluation", "behaviour", "mini_batch", "update_report", "learner", "canary"}
     | {"factors", "feed"},
     {"trainer", "trainer_config", "step_report", "config", "plan", "summary", "recorder", "terminal"}

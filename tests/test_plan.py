@@ -93,7 +93,7 @@ def test_the_synchronous_loop_is_called_by_its_name():
 @pytest.mark.parametrize(
     ("rewards", "expected"),
     [
-        ({}, "1 for the right answer and its end, token for token, else 0"),
+        ({}, "1 for the right answer and its end, else 0"),
         ({"kind": "python", "function": "a:b", "timeout_s": 2, "max_failures": 3, "failure_value": -1},
          "a:b, in a process of its own; a response that it fails on, or takes more than 2 s for, gets -1, and more "
          "than 3 of them end the run"),

@@ -8,7 +8,7 @@ import pytest
 from builders import group, response
 
 from fsdp_async.errors import ConfigError, InputError, NonFiniteError
-from fsdp_async.rewards import RewardConfig, build_reward, score_group
+from fsdp_async.rewards import AnswerMatch, RewardConfig, build_reward, score_group
 from fsdp_async.types import Prompt
 
 PROMPT = Prompt("p", (5,), "test", {"answer_ids": (7, 8, 9, 1)})
@@ -87,3 +87,32 @@ def test_a_function_is_named_by_module_or_file_and_survives_pickling(function):
 def test_a_reward_of_texts_needs_the_task():
     with pytest.raises(ConfigError, match="pass the task to build_reward"):
         build_reward(RewardConfig(kind="python", function="json:loads"))
+
+
+class _Letters:
+    """Two tokens for each letter; 9 is the end."""
+
+    def decode(self, token_ids):
+        return "".join("abcd"[token // 2] for token in token_ids if token != 9)
+
+    def scoring_info(self, prompt_id):
+        return {}
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "reason", "exact", "share"),
+    [
+        ((0, 2, 9), "stop", 1.0, 1.0),
+        ((1, 3, 9), "stop", 1.0, 1.0),  # the same letters in other tokens
+        ((1, 3, 3), "length", 0.0, 0.0),  # it did not end
+        ((1, 3), "length", 0.0, 0.0),
+        ((0, 4, 9), "stop", 0.0, 2 / 3),
+    ],
+)
+def test_an_answer_is_right_in_whatever_tokens_once_it_has_ended(graded, tokens, reason, exact, share):
+    prompt = Prompt("p", (0,), "test", {"answer_ids": (0, 2, 9)})
+    answered = replace(response("p", 0, tokens), finish_reason=reason)
+    assert AnswerMatch(graded, _Letters()).score(prompt, answered) == pytest.approx(share if graded else exact)
+    if tokens == (1, 3, 9):
+        assert AnswerMatch(graded).score(prompt, answered) == (1 / 3 if graded else 0.0), "tokens alone"
