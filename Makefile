@@ -30,6 +30,7 @@ unit: $(VENV)/.test
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/state_cache.py
+	$(BIN)/python benchmarks/async_vs_sync.py
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

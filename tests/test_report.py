@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -25,13 +26,13 @@ FLAGS = (
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1240,2400"
 )
 DEADLINE_S = 60.0
+TIS = {"mismatch": {"level": "token", "mode": "truncate", "upper": 2.0}}
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     directory = tmp_path_factory.mktemp("report") / "small"
-    tis = {"mismatch": {"level": "token", "mode": "truncate", "upper": 2.0}}
-    config = small_config(directory, trainer={"num_batches": 4, "eval_every": 2}, correction=tis)
+    config = small_config(directory, trainer={"num_batches": 4, "eval_every": 2}, correction=TIS)
     run_training(config, Quiet())
     return directory / "run"
 
@@ -115,6 +116,19 @@ def test_a_killed_run_is_reported_as_far_as_it_went(run, tmp_path):
     last = max(number for number, line in enumerate(lines) if json.loads(line)["event"] == "step")
     metrics.write_text("".join(lines[:last]) + lines[last][:50])
     assert "is not finished, or was killed after 3 steps" in " ".join(write_report(killed).read_text().split())
+
+
+def test_a_resumed_run_shows_where_it_went_on(run, tmp_path):
+    resumed = shutil.copytree(run, tmp_path / "resumed")
+    config = small_config(tmp_path, trainer={"num_batches": 6, "eval_every": 2}, correction=TIS)
+    again = dataclasses.replace(config.run, output_dir=str(resumed), resume="auto")
+    run_training(dataclasses.replace(config, run=again), Quiet())
+    data = RunData.read(resumed)
+    assert data.resumed_after == [4]
+    learning = next(panel for panel in panels(data) if panel.name == "learning")
+    assert "resumed after step 4" in learning.text
+    assert [shape["x0"] for shape in learning.figure["layout"]["shapes"] if shape["type"] == "line"][1:] == [4]
+    assert "after 6 steps" in write_report(resumed).read_text()
 
 
 def test_without_plotly_the_extra_that_brings_it_is_named(run, monkeypatch):

@@ -66,6 +66,11 @@ def test_several_ranks_report_the_statistics_of_one(runs, world_size):
             continue
         for key in ("reward_mean", "num_tokens", "staleness_total", "num_zero_variance_groups", "num_optimizer_steps"):
             assert one[key] == many[key], key
+        assert one["kept_fraction"] == many["kept_fraction"]
+        # A weight beside an edge may fall into the next bin by rounding.
+        mine, theirs = one["weight_histogram"], many["weight_histogram"]
+        assert sum(mine) == sum(theirs) > 0
+        assert sum(abs(a - b) for a, b in zip(mine, theirs, strict=True)) <= 2
         assert one["grad_norm"] == pytest.approx(many["grad_norm"], rel=1e-4)
         for name, (total, count) in one["factors"].items():
             assert many["factors"][name][1] == count
