@@ -8,7 +8,7 @@ from typing import Any
 from plotly.io import to_html
 from plotly.offline import get_plotlyjs
 
-CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
+CONFIG = {"displayModeBar": False, "responsive": True}
 
 
 def script() -> str:
