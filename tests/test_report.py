@@ -120,7 +120,7 @@ def test_a_killed_run_is_reported_as_far_as_it_went(run, tmp_path):
 
 def test_a_resumed_run_shows_where_it_went_on(run, tmp_path):
     resumed = shutil.copytree(run, tmp_path / "resumed")
-    config = small_config(tmp_path, trainer={"num_batches": 6, "eval_every": 2}, correction=TIS)
+    config = small_config(run.parent, trainer={"num_batches": 6, "eval_every": 2}, correction=TIS)
     again = dataclasses.replace(config.run, output_dir=str(resumed), resume="auto")
     run_training(dataclasses.replace(config, run=again), Quiet())
     data = RunData.read(resumed)
