@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -14,21 +15,37 @@ from fsdp_async.tasks import TaskConfig, build_task
 @pytest.fixture
 def without_extras(monkeypatch):
     """As if no optional package were installed."""
-    for package in ("reasoning_gym", "math_verify"):
-        monkeypatch.setitem(sys.modules, package, None)
-    for backend in BACKENDS.values():
+    for name, backend in BACKENDS.items():
+        for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, backend.module, raising=False)
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+# These run in a process of their own and are asked for by `require_package` alone.
+LIBRARIES = {"wandb", "trackio"}
+IMPORTED = sorted(BACKENDS.keys() - LIBRARIES)
+
+
+@pytest.mark.parametrize("name", IMPORTED)
 def test_a_backend_is_the_module_that_imports_the_package(name):
     assert resolve_backend(name) is importlib.import_module(f"fsdp_async.{name}_backend")
 
 
-@pytest.mark.parametrize("name", sorted(BACKENDS))
+@pytest.mark.parametrize("name", IMPORTED)
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(without_extras, name):
-    with pytest.raises(ConfigError, match=rf"{name} needs the package .*import.*fsdp-async\[data\]"):
+    with pytest.raises(ConfigError, match=rf"{name} needs the package .*import.*fsdp-async\[{BACKENDS[name].extra}\]"):
         resolve_backend(name)
+
+
+@pytest.mark.parametrize("name", sorted(LIBRARIES))
+def test_a_library_is_found_without_importing_it(name):
+    code = (
+        "import sys; from fsdp_async.backends import require_package; "
+        f"print(require_package({name!r}).name, {name!r} in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == [f"{name}_backend.py", "False"]
 
 
 def test_a_task_and_a_reward_say_which_extra_they_miss(without_extras):
