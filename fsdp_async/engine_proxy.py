@@ -68,10 +68,11 @@ class EngineProxy:
 
         Raises:
             InputError: no version was ever handed over.
+            EngineError: the engine failed, which may be why.
         """
+        self._check()
         if self._published is None:
             raise InputError(f"{self.name}: submit before the first load; publish version 0 first")
-        self._check()
         self._num_outstanding += len(prompts)
         self._send(Submit(tuple(prompts), params, self._published, dict(partials or {})))
 
@@ -188,6 +189,10 @@ class EngineProxy:
             case Ended() if not self._is_closed:
                 self._failure = self._failure or self._how_it_ended()
 
+    def _silent_s(self) -> float:
+        """Seconds since the last sign of life."""
+        return time.monotonic() - self._last_sign_s
+
     def _check(self) -> None:
         """Raise if the engine is dead, silent or closed."""
         if self._is_closed:
@@ -195,7 +200,7 @@ class EngineProxy:
         self._read(0.0)
         if self._failure is not None:
             raise EngineDiedError(f"{self.name} ended: {self._failure}")
-        silent_s = time.monotonic() - self._last_sign_s
+        silent_s = self._silent_s()
         if not self._is_ready and silent_s > self._config.start_timeout_s:
             raise EngineTimeoutError(
                 f"{self.name} did not start within {self._config.start_timeout_s:g} s (rollout.start_timeout_s); it is "

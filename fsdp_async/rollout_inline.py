@@ -46,10 +46,9 @@ class InlineEngine(EngineProxy):
         super()._send(message)
         self._worker.work()
 
-    def _check(self) -> None:
-        # Whoever looks at things in a debugger has all the time there is.
-        self._last_sign_s = time.monotonic()
-        super()._check()
+    def _silent_s(self) -> float:
+        # It works whenever it is asked to, and whoever looks at things in a debugger has all the time there is.
+        return 0.0
 
 
 class _Desk:

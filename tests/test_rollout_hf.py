@@ -22,6 +22,7 @@ from fsdp_async.generation import Generation, generate
 from fsdp_async.modeling import build_model
 from fsdp_async.rollout import RolloutConfig, SamplingParams
 from fsdp_async.rollout_hf import ProcessEngine, ThreadEngine
+from fsdp_async.rollout_inline import InlineEngine
 from fsdp_async.types import Prompt
 from fsdp_async.weight_sync import InProcessPublisher, SharedMemoryPublisher
 
@@ -369,3 +370,24 @@ def test_a_child_ends_by_itself_when_its_trainer_is_killed_and_shared_memory_is_
     while waiting:
         waiting = os.path.exists(f"/proc/{child}")
         assert time.monotonic() < deadline, f"child {child} or its memory outlived the trainer by 30 s"
+
+
+def test_an_engine_that_failed_before_its_first_weights_says_so_and_not_that_they_are_missing():
+    impossible = functools.partial(build_model, TINY, vocab_size=-1, seed=9)
+    with contextlib.closing(ProcessEngine(impossible, CONFIG, seed=4)) as engine:
+        with pytest.raises(EngineDiedError, match="negative dimension"):
+            _collect(engine, 1)
+        # Whoever starts failed engines again must hear of one.
+        with pytest.raises(EngineDiedError, match="negative dimension"):
+            engine.submit(_prompts(0), PARAMS)
+
+
+def test_an_engine_in_the_trainers_own_thread_is_never_taken_for_silent():
+    """What lies unread since it was built is older than the limit, as after a long warm start."""
+    config = dataclasses.replace(CONFIG, answer_timeout_s=1e-9, start_timeout_s=1e-9)
+    with contextlib.closing(InlineEngine(BUILDER, config, seed=4)) as engine:
+        publisher = InProcessPublisher([engine], bucket_bytes=1 << 20, timeout_s=DEADLINE_S)
+        _publish(publisher, 0, seed=1)
+        engine.submit(_prompts(0), PARAMS)
+        assert _answers(_collect(engine, 1)) == _answers(_expected(_prompts(0), seed=1, version=0))
+        publisher.close()
