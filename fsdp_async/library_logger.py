@@ -59,17 +59,29 @@ class LibraryLogger:
         line = json.dumps({"step": step, "numbers": numbers}).encode() + b"\n"
         if len(self._pending) + len(line) > MAX_PENDING_BYTES:
             self._num_dropped += 1
+            if self._num_dropped == 1:
+                self._warn("it is too slow, so that events are dropped from now on; how many is said at the end")
         else:
             self._pending += line
         self._write()
 
     def settle(self, directory: Path) -> None:
         """Start the library for the run in `directory`, which has its final name."""
-        if self._process is not None:
+        if self._process is not None or self._is_over:
             return
-        options = {**self._options, "name": directory.name, "id": run_id(directory), "directory": str(directory)}
-        self._pending[:0] = json.dumps({**options, "finish_s": self._finish_s}).encode() + b"\n"
         self._log_path = directory / f"{self._library}.log"
+        try:
+            self._start(directory)
+        except OSError as error:
+            self._give_up(f"it could not be started ({error})")
+            return
+        os.set_blocking(self._pipe, False)
+        self._write()
+
+    def _start(self, directory: Path) -> None:
+        """Raises OSError where there is no room for a file or a process."""
+        options = {**self._options, **run_identity(directory), "directory": str(directory)}
+        self._pending[:0] = json.dumps({**options, "finish_s": self._finish_s}).encode() + b"\n"
         worker = Path(__file__).with_name("logger_worker.py")
         with self._log_path.open("ab") as log:
             # A session of its own: Ctrl-C is the run's, and the pipe says when that has ended. No path of this package:
@@ -78,14 +90,15 @@ class LibraryLogger:
                 [sys.executable, "-P", str(worker), str(self._backend)],
                 stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        os.set_blocking(self._pipe, False)
-        self._write()
 
-    def close(self) -> None:
-        """Hand over what is left, and let the library finish, in bounded time; idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Hand over what is left and how the run ended, and let the library finish, in bounded time; idempotent."""
         process = self._process
         if process is None or process.returncode is not None:
             return
+        if not self._is_over:
+            self._pending += json.dumps({"exit_code": int(failed)}).encode() + b"\n"
+            self._write()
         deadline = time.monotonic() + self._finish_s
         while self._pending and not self._is_over and time.monotonic() < deadline:
             select.select([], [self._pipe], [], max(0.0, deadline - time.monotonic()))
@@ -101,7 +114,7 @@ class LibraryLogger:
         if code and not self._is_over:
             self._warn(f"it did not finish within {self._finish_s:g} s, or failed")
         if self._num_dropped:
-            self._warn(f"{self._num_dropped} events were dropped, because it was too slow")
+            self._warn(f"{self._num_dropped} events were dropped in all, because it was too slow")
 
     @property
     def _pipe(self) -> int:
@@ -119,9 +132,12 @@ class LibraryLogger:
         except BlockingIOError:
             return
         except OSError:
-            self._is_over = True
-            self._pending.clear()
-            self._warn("it ended")
+            self._give_up("it ended")
+
+    def _give_up(self, why: str) -> None:
+        self._is_over = True
+        self._pending.clear()
+        self._warn(why)
 
     def _warn(self, what: str) -> None:
         text = (
@@ -131,11 +147,18 @@ class LibraryLogger:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-def run_id(directory: Path) -> str:
-    """By which libraries know the run in `directory`, also when it is resumed; made when it is asked for first."""
+def run_identity(directory: Path) -> dict[str, str]:
+    """Id and name by which libraries know the run in `directory`; made when they are asked for first.
+
+    They stay what they are when the run is resumed, also where its directory was renamed.
+
+    Raises:
+        OutputError: the file could not be written.
+    """
     path = directory / IDENTITY
     if path.exists():
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
-    identity = uuid.uuid4().hex[:12]
-    write_json(path, {"id": identity})
+        kept: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return {"name": directory.name, **kept}
+    identity = {"id": uuid.uuid4().hex[:12], "name": directory.name}
+    write_json(path, identity)
     return identity

@@ -67,8 +67,8 @@ class Logger(Protocol):
         """The directory will not be renamed any more."""
         ...
 
-    def close(self) -> None:
-        """Flush and let go; idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Flush and let go; `failed` is whether the run ended with an error. Idempotent."""
         ...
 
 
@@ -100,7 +100,7 @@ class JsonlLogger:
     def settle(self, directory: Path) -> None:
         """Nothing to do: an open file follows its directory."""
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 
@@ -138,7 +138,7 @@ class TensorBoardLogger:
                 self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=self._purge_step)
         self._write_waiting(self._writer)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Flush and close; nothing to do after a failed write, which was reported.
 
         Raises:
@@ -207,9 +207,10 @@ class Loggers:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        failed = bool(exc_info) and exc_info[0] is not None
         with contextlib.ExitStack() as stack:
             for logger in self._loggers:
-                stack.callback(logger.close)
+                stack.callback(logger.close, failed=failed)
 
 
 def rewind_jsonl(path: Path, num_lines: int) -> list[dict[str, Any]]:

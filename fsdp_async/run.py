@@ -58,8 +58,10 @@ def plan_lines(config: Config) -> list[str]:
     """The effective plan of `config`; parameters are counted on a model without memory.
 
     Raises:
-        ConfigError, InputError: the task or the cache's budget do not fit.
+        ConfigError, InputError: the task or the cache's budget do not fit, or a logging library is not installed.
     """
+    for name in config.logging.libraries:
+        require_package(name)
     task = checked_task(config)
     net = outline_model(config.model, vocab_size=task.vocab_size)
     num_parameters = sum(p.numel() for p in net.parameters())
@@ -156,8 +158,6 @@ def _open(config: Config, view: View, files: RunFiles) -> Resumption | None:
         find_warm_start(config.warm_start, config.model, config.task, seed=config.run.seed)
     # A function that is missing is heard of before anything is written.
     build_reward(config.rewards, checked_task(config), inline=config.trainer.debug).close()
-    for name in config.logging.libraries:
-        require_package(name)
     files.lock()
     resumption = find_resumption(config)
     if resumption is not None:

@@ -34,9 +34,9 @@ class WandbRun:
         """Keep the numbers of one event."""
         self._run.log({"step": step, **numbers})
 
-    def finish(self) -> None:
-        """Write, or send, what is left."""
-        self._run.finish()
+    def finish(self, exit_code: int) -> None:
+        """Write, or send, what is left; other codes than 0 are a run that failed."""
+        self._run.finish(exit_code=exit_code)
 
 
 def open_run(options: Mapping[str, Any]) -> WandbRun:

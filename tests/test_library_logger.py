@@ -14,6 +14,7 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from test_resume import small_config
@@ -23,8 +24,9 @@ from wandb.proto import wandb_internal_pb2
 from fsdp_async.backends import BACKENDS, require_package
 from fsdp_async.config import parse_config
 from fsdp_async.errors import ConfigError
-from fsdp_async.library_logger import MAX_PENDING_BYTES, LibraryLogger
-from fsdp_async.logger_worker import MAX_WAITING
+from fsdp_async.library_logger import MAX_PENDING_BYTES, LibraryLogger, run_identity
+from fsdp_async.logger_worker import KILLED, MAX_WAITING
+from fsdp_async.loggers import Loggers, LoggingConfig
 from fsdp_async.run import run_training
 
 DEADLINE_S = 60.0
@@ -40,11 +42,12 @@ class Run:
             file.write(json.dumps(what) + "\\n")
     def log(self, step, numbers):
         self.keep([step, numbers])
-    def finish(self):
-        self.keep(["finished"])
+    def finish(self, exit_code):
+        self.keep(["finished", exit_code])
 open_run = Run
 """
 FAILING = "def open_run(options):\n    raise RuntimeError('no key for this service')\n"
+STUMBLING = KEEPING.replace("self.keep([step, numbers])", "1 / (step - 2); self.keep([step, numbers])")
 HANGING = "import threading\ndef open_run(options):\n    threading.Event().wait()\n"
 
 
@@ -72,6 +75,15 @@ def _wait(condition, what):
         time.sleep(0.01)
 
 
+def _warnings_until_closed(logger, steps=range(3, 9), values=MappingProxyType({"reward": 1.0})):
+    """What is warned of while steps are logged and at the end."""
+    with warnings.catch_warnings(record=True, action="always") as warned:
+        for step in steps:
+            logger.log("step", step, values)
+        logger.close()
+    return [str(warning.message) for warning in warned]
+
+
 def test_numbers_of_events_arrive_in_order_also_those_from_before_the_directory_had_its_name(tmp_path):
     logger = _logger(tmp_path, KEEPING)
     logger.log("publication", 0, {"version": 0, "ledger": {"queued": 4}, "name": "words", "list": [1]})
@@ -89,7 +101,7 @@ def test_numbers_of_events_arrive_in_order_also_those_from_before_the_directory_
     assert [step for step, _ in steps] == list(range(1, 2001))
     assert [numbers["step/reward"] for _, numbers in steps] == [step / 2 for step in range(1, 2001)]
     assert [step for step, numbers in steps if numbers["step/factors/k3"] != 1.0] == [7]
-    assert finished == ["finished"]
+    assert finished == ["finished", 0]
     assert _is_gone(logger.pid)
 
 
@@ -113,26 +125,71 @@ def test_a_library_that_fails_is_warned_of_once_and_the_run_goes_on(tmp_path):
     assert "no key for this service" in (tmp_path / "fake.log").read_text()
 
 
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_library_that_ends_in_the_middle_is_warned_of_once_and_keeps_what_it_had(tmp_path, how):
+    logger = _logger(tmp_path, STUMBLING if how == "raises" else KEEPING)
+    logger.settle(tmp_path)
+    logger.log("step", 1, {"reward": 1.0})
+    _wait(lambda: (tmp_path / "kept.jsonl").exists() and len(_kept(tmp_path)) == 2, "first event")
+    if how == "raises":
+        logger.log("step", 2, {"reward": 1.0})
+    else:
+        os.kill(logger.pid, signal.SIGKILL)
+    _wait(lambda: _is_gone(logger.pid), "end of the library")
+    assert len(_warnings_until_closed(logger)) == 1
+    assert _kept(tmp_path)[1:] == [[1, {"step/reward": 1.0}]]
+
+
+def test_a_library_that_cannot_be_started_is_warned_of_once(tmp_path):
+    logger = _logger(tmp_path, KEEPING)
+    (tmp_path / "fake.log").mkdir()
+    with pytest.warns(RuntimeWarning, match=r"it could not be started .*Is a directory"):
+        logger.settle(tmp_path)
+    logger.settle(tmp_path)
+    assert _warnings_until_closed(logger) == []
+    assert logger.pid is None
+
+
+def test_a_run_that_failed_is_a_failed_run_to_a_library(tmp_path, monkeypatch):
+    (tmp_path / "backend.py").write_text(KEEPING)
+    monkeypatch.setattr("fsdp_async.loggers.require_package", lambda name: tmp_path / "backend.py")
+    loggers = Loggers(LoggingConfig(tensorboard=False, trackio=True), tmp_path)
+    loggers.settle(tmp_path)
+    with pytest.raises(ZeroDivisionError), loggers:
+        raise ZeroDivisionError
+    assert _kept(tmp_path)[-1] == ["finished", 1]
+
+
+def test_a_run_keeps_its_id_and_name_when_its_directory_is_renamed(tmp_path):
+    first = tmp_path / "first"
+    first.mkdir()
+    identity = run_identity(first)
+    assert identity["name"] == "first"
+    assert run_identity(first.rename(tmp_path / "second")) == identity
+
+
 def test_a_library_that_hangs_holds_nobody_up_and_is_ended(tmp_path):
     logger = _logger(tmp_path, HANGING, finish_s=0.5)
     logger.settle(tmp_path)
     text = {f"number_{index}": 1.0 for index in range(500)}
     size = len(json.dumps({"step": 1, "numbers": {f"step/{name}": 1.0 for name in text}})) + 1
     num = 2 * (MAX_PENDING_BYTES // size + MAX_WAITING)
-    for step in range(num):
-        logger.log("step", step, text)
-    with pytest.warns(RuntimeWarning) as warned:
-        logger.close()
-    messages = [str(warning.message) for warning in warned]
+    messages = _warnings_until_closed(logger, range(num), text)
+    assert sum("events are dropped from now on" in message for message in messages) == 1
     assert any("did not finish within 0.5 s" in message for message in messages)
-    dropped = next(int(message.split()[1]) for message in messages if "were dropped" in message)
+    dropped = next(int(message.split()[1]) for message in messages if "were dropped in all" in message)
     # What waits on this side, in the pipe and on the other side is bounded.
     assert 0 < num - dropped <= MAX_PENDING_BYTES // size + MAX_WAITING + NUM_IN_PIPE
     assert _is_gone(logger.pid)
 
 
-@pytest.mark.parametrize("source", [KEEPING, HANGING], ids=["keeping", "hanging"])
-def test_the_process_ends_when_the_run_is_killed(tmp_path, source):
+@pytest.mark.parametrize(
+    ("source", "num_events"),
+    # Beyond what a process takes whose library takes nothing, so that its end of the pipe stays unread.
+    [(KEEPING, 1), (HANGING, 1), (HANGING, 3 * MAX_WAITING)],
+    ids=["keeping", "hanging", "hanging and full"],
+)
+def test_the_process_ends_when_the_run_is_killed(tmp_path, source, num_events):
     (tmp_path / "backend.py").write_text(source)
     script = textwrap.dedent(
         f"""
@@ -141,7 +198,8 @@ def test_the_process_ends_when_the_run_is_killed(tmp_path, source):
         place = pathlib.Path({str(tmp_path)!r})
         logger = LibraryLogger("fake", place / "backend.py", {{"mode": None}}, finish_s=0.5)
         logger.settle(place)
-        logger.log("step", 1, {{"reward": 1.0}})
+        for step in range(1, {num_events} + 1):
+            logger.log("step", step, {{"reward": 1.0}})
         print(logger.pid, flush=True)
         threading.Event().wait()
         """
@@ -153,7 +211,36 @@ def test_the_process_ends_when_the_run_is_killed(tmp_path, source):
     run.communicate()
     _wait(lambda: _is_gone(pid), "end of the orphan")
     if source == KEEPING:
-        assert _kept(tmp_path)[1:] == [[1, {"step/reward": 1.0}], ["finished"]]
+        assert _kept(tmp_path)[1:] == [[1, {"step/reward": 1.0}], ["finished", KILLED]]
+
+
+@pytest.mark.parametrize("service", [{}, {"WANDB_API_KEY": "a" * 40}], ids=["without a key", "out of reach"])
+def test_online_w_and_b_that_cannot_start_is_bounded_and_warned_of_once(tmp_path, monkeypatch, service):
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    # No key of whoever runs the test, and a port of this machine at which nobody listens.
+    nobody = {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    for name, value in (nobody | service).items():
+        monkeypatch.setenv(name, value)
+    finish_s = DEADLINE_S if not service else 1.0
+    logger = LibraryLogger(
+        "wandb", require_package("wandb"), {"mode": "online", "project": "p", "settings": {}}, finish_s=finish_s
+    )
+    logger.settle(tmp_path)
+    if not service:
+        _wait(lambda: _is_gone(logger.pid), "end of the library")
+    assert len(_warnings_until_closed(logger)) == 1
+    assert _is_gone(logger.pid)
+
+
+def test_what_trackio_cannot_write_is_heard_of(tmp_path):
+    (tmp_path / "trackio" / "p.db").mkdir(parents=True)
+    logger = LibraryLogger("trackio", require_package("trackio"), {"project": "p", "settings": {}})
+    logger.settle(tmp_path)
+    logger.log("step", 1, {"reward": 1.0})
+    with pytest.warns(RuntimeWarning, match="or failed"):
+        logger.close()
+    assert "trackio failed to flush metric logs" in (tmp_path / "trackio.log").read_text()
 
 
 def test_a_missing_library_is_refused_before_anything_is_written(tmp_path, monkeypatch):
