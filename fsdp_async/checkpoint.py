@@ -132,10 +132,13 @@ class CheckpointWriter:
         """The directory to write to; None where this step is kept already."""
         directory = self._directory()
         name = f"{PREFIX}{step:06d}"
-        if (directory / name).exists():
-            return None
-        remove_leavings(directory)
         place = directory / f".{name}{SUFFIX}"
+        if (directory / name).exists():
+            if what_is_wrong(directory / name) is None:
+                return None
+            # The run went on from an older one, and has come here again.
+            (directory / name).rename(place.with_name(f".{name}.damaged{SUFFIX}"))
+        remove_leavings(directory)
         try:
             (place / TENSORS).mkdir(parents=True)
         except OSError as error:
@@ -195,7 +198,7 @@ def staged(value: Any) -> Any:
 def newest_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint below `directory`, and what is wrong with newer ones."""
     problems: list[str] = []
-    for path in sorted(checkpoints_in(directory), reverse=True):
+    for path in reversed(checkpoints_in(directory)):
         if (problem := what_is_wrong(path)) is None:
             return path, problems
         problems.append(f"{path}: {problem}")

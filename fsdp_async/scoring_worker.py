@@ -79,10 +79,13 @@ def _module_of_file(path: str) -> ModuleType:
 
 def answer(score: Function, request: bytes) -> tuple[str, Any]:
     """("score", a finite float), or ("raised" or "not_a_number", what happened)."""
+    served_by = os.getpid()
     try:
         value = score(*pickle.loads(request))
     except BaseException as error:  # noqa: BLE001 - sys.exit in a reward is a failure of the reward, too
+        _end_if_forked(served_by)
         return "raised", describe(error)
+    _end_if_forked(served_by)
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except Exception:  # noqa: BLE001 - whatever its __float__ raises
@@ -90,6 +93,12 @@ def answer(score: Function, request: bytes) -> tuple[str, Any]:
     if math.isfinite(number):
         return "score", number
     return "not_a_number", f"it returned {reprlib.repr(value)} ({type(value).__name__})"
+
+
+def _end_if_forked(served_by: int) -> None:
+    """A child that a reward forked must not answer, too: every later answer would be another response's."""
+    if os.getpid() != served_by:
+        os._exit(1)
 
 
 def describe(error: BaseException) -> str:

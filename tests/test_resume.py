@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -264,3 +265,20 @@ def test_generators_survive_json():
     set_generators(state)
     assert [random.random(), random.gauss(0, 1), np.random.standard_normal(), np.random.random()] == drawn
     set_generators(before)
+
+
+def test_a_damaged_checkpoint_is_replaced_when_the_run_comes_there_again(uninterrupted, tmp_path):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    last = run / "checkpoints" / "step_000006"
+    (last / "state.json").write_bytes((last / "state.json").read_bytes()[:100])
+    config = small_config(uninterrupted.parent, trainer=SYNCHRONOUS)
+    again = dataclasses.replace(config.run, output_dir=str(run), resume="auto")
+    run_training(dataclasses.replace(config, run=again), Quiet())
+    assert newest_checkpoint(run / "checkpoints") == (last, [])
+    assert not [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+def test_checkpoints_are_in_order_of_their_steps_and_not_of_their_names(uninterrupted, tmp_path):
+    for step in (999999, 1000000):
+        shutil.copytree(uninterrupted / "checkpoints" / "step_000006", tmp_path / f"step_{step}")
+    assert newest_checkpoint(tmp_path) == (tmp_path / "step_1000000", [])

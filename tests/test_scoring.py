@@ -61,6 +61,11 @@ FUNCTIONS = """
     def rude(prompt, response, info):
         raise Rude(code=1)
 
+    def forking(prompt, response, info):
+        if info["sample_index"] == 0 and os.fork() == 0:
+            sys.exit(0)
+        return info["sample_index"]
+
     NOT_A_FUNCTION = 3
 """
 
@@ -121,6 +126,12 @@ def test_a_function_gets_texts_and_info_and_its_number_is_the_score(build):
 def test_a_group_is_scored_response_by_response(build):
     before = group("p", [4, 2], [response("p", i, [8] * (i + 1), reward=None) for i in range(3)])
     assert [r.reward for r in score_group(before, build("length")).responses] == [0.1, 0.3, 0.5]
+
+
+def test_a_process_that_a_function_forked_does_not_answer_for_it(build):
+    reward = build("forking")
+    assert [_score(reward, 9, index=index) for index in range(5)] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert reward.failures == {}
 
 
 @pytest.mark.parametrize(
