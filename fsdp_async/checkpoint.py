@@ -37,6 +37,7 @@ from fsdp_async.files import REMEDY, write_json
 from fsdp_async.lead import Lead
 
 FORMAT = 1
+CHECKPOINTS = "checkpoints"
 STATE, MANIFEST, TENSORS = "state.json", "manifest.json", "tensors"
 PREFIX, SUFFIX = "step_", ".tmp"
 CHUNK_BYTES = 1 << 22
@@ -87,6 +88,7 @@ class CheckpointWriter:
         self._group = dist.new_group(backend="gloo", group_desc="fsdp_async checkpoint")
         self._pending: _Pending | None = None
         self._finished: list[tuple[int, Mapping[str, Any]]] = []
+        self._last_committed: int | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether to save after `step` batches."""
@@ -127,6 +129,7 @@ class CheckpointWriter:
                 raise OutputError(errno.EIO, f"checkpoint {pending.place} was not written: {failures[0]}; {REMEDY}")
             assert isinstance(outcomes[0], dict)
             self._finished.append((pending.step, outcomes[0]))
+            self._last_committed = pending.step
 
     def _begin(self, step: int, loop: Mapping[str, Any]) -> Path | None:
         """The directory to write to; None where this step is kept already."""
@@ -134,7 +137,8 @@ class CheckpointWriter:
         name = f"{PREFIX}{step:06d}"
         place = directory / f".{name}{SUFFIX}"
         if (directory / name).exists():
-            if what_is_wrong(directory / name) is None:
+            # Reading every byte takes long when a signal has come, and what was just written is whole.
+            if step == self._last_committed or what_is_wrong(directory / name) is None:
                 return None
             # The run went on from an older one, and has come here again.
             (directory / name).rename(place.with_name(f".{name}.damaged{SUFFIX}"))
@@ -203,6 +207,11 @@ def newest_checkpoint(directory: Path) -> tuple[Path | None, list[str]]:
             return path, problems
         problems.append(f"{path}: {problem}")
     return None, problems
+
+
+def checkpoints_directory(place: Path) -> Path:
+    """Where the checkpoints of a run at `place` lie; `place` itself where it is no run's directory."""
+    return place / CHECKPOINTS if (place / CHECKPOINTS).is_dir() else place
 
 
 def checkpoints_in(directory: Path) -> list[Path]:

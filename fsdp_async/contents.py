@@ -59,7 +59,7 @@ class Fingerprint:
 
 def fingerprint_of(tensors: Mapping[str, Tensor]) -> Fingerprint:
     """The same for the same names, dtypes, shapes and bits: -0.0 is not 0.0, and one NaN is not another."""
-    return Fingerprint(tuple((name, _digest(tensors[name])) for name in sorted(tensors)))
+    return Fingerprint(tuple((name, digest_of(tensors[name])) for name in sorted(tensors)))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def bits_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8).reshape(flat.numel(), tensor.dtype.itemsize)
 
 
-def _digest(tensor: Tensor) -> str:
+def digest_of(tensor: Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes."""
     digest = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     digest.update(bits_of(tensor).numpy().data)
     return digest.hexdigest()

@@ -93,14 +93,26 @@ def write_directory(path: Path, write: Callable[[Path], object]) -> None:
             if file.is_file():
                 _settle(file)
         if path.exists():
-            os.rename(path, old)
-        os.rename(new, path)
+            put_in_place(new, path, aside=old.name)
+        else:
+            os.rename(new, path)
         shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         code = error.errno if isinstance(error, OSError) else errno.EIO
         raise OutputError(code, f"{path} was not written: {error}; {REMEDY}") from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def put_in_place(new: Path, target: Path, *, aside: str) -> None:
+    """Give `new` the name of `target`, which gets the name `aside`: two renames; if the second fails, none."""
+    old = target.with_name(aside)
+    os.rename(target, old)
+    try:
+        os.rename(new, target)
+    except OSError:
+        os.rename(old, target)
+        raise
 
 
 def _settle(file: Path) -> None:

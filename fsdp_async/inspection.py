@@ -22,11 +22,18 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fsdp_async.checkpoint import MANIFEST, TENSORS, checkpoints_in, newest_checkpoint, read_state, what_is_wrong
-from fsdp_async.contents import LazyTensors, difference_of, fingerprint_of
+from fsdp_async.checkpoint import (
+    MANIFEST,
+    TENSORS,
+    checkpoints_directory,
+    checkpoints_in,
+    newest_checkpoint,
+    read_state,
+    what_is_wrong,
+)
+from fsdp_async.contents import Fingerprint, LazyTensors, difference_of, digest_of
 from fsdp_async.errors import CheckpointError
 
-CHECKPOINTS = "checkpoints"
 MODEL, VERSIONS = "model", "versions"
 
 
@@ -98,8 +105,8 @@ def inspect_lines(path: Path) -> list[str]:
         return [f"{path}: safetensors", _content_line("tensors", _safetensors(path))]
     lines = []
     if not (path / MANIFEST).is_file():
-        directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-        lines = [f"{place}: {what_is_wrong(place) or 'whole'}" for place in checkpoints_in(directory)]
+        found = checkpoints_in(checkpoints_directory(path))
+        lines = [f"{place}: {what_is_wrong(place) or 'whole'}" for place in found]
     checkpoint = StoredCheckpoint(checkpoint_at(path))
     loop, nbytes = checkpoint.state["loop"], checkpoint.nbytes()
     live = "the live weights are those" if loop["live_is_published"] else "the live weights are newer"
@@ -123,10 +130,13 @@ def diff_lines(a: str, b: str) -> list[str]:
 
 
 def _content_line(label: str, tensors: Mapping[str, Tensor]) -> str:
-    num_elements = 0
-    for name in tensors:
-        num_elements += tensors[name].numel()
-    return f"{label}: {len(tensors)} tensors, {num_elements:,} elements, fingerprint {fingerprint_of(tensors)}"
+    # Each is read from the disk whenever it is asked for.
+    digests, num_elements = [], 0
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digests.append((name, digest_of(tensor)))
+        num_elements += tensor.numel()
+    return f"{label}: {len(tensors)} tensors, {num_elements:,} elements, fingerprint {Fingerprint(tuple(digests))}"
 
 
 def _tensors_at(place: str) -> Mapping[str, Tensor]:
@@ -150,8 +160,7 @@ def checkpoint_at(path: Path) -> Path:
     """
     if (path / MANIFEST).is_file() or path in checkpoints_in(path.parent):
         return path
-    directory = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    newest, problems = newest_checkpoint(directory)
+    newest, problems = newest_checkpoint(checkpoints_directory(path))
     if newest is not None:
         return newest
     why = f"none is whole: {'; '.join(problems)}" if problems else "give a run's directory, a checkpoint, or a file"

@@ -83,10 +83,6 @@ class RunData:
         """Sorted names that any step has below `section`."""
         return sorted({key for step in self.steps for key in step.get(section, ())})
 
-    def queue_depth(self) -> Column:
-        """Samples that wait to be trained on, after each step."""
-        return self.column("ledger", "queued")
-
 
 def smooth(values: Column, window: int) -> Column:
     """Mean of the last `window` numbers that are there, at each place; None where there are none."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from fsdp_async.metrics import Histogram
 from fsdp_async.report_data import Column, RunData, smooth
+from fsdp_async.summary import TARGET_ACCURACY
 
 Figure = dict[str, Any]
 
@@ -21,7 +22,6 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
 )  # fmt: skip
 COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY)
 FACTORS = {"mismatch": BLUE, "lag": ORANGE, "update": GREEN}
-TARGET = 0.8
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _learning(run: RunData) -> Panel:
         *_line("accuracy (evaluation)", evaluations, accuracy, BLUE, width=3),
     ]
     shapes = [
-        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": TARGET, "y1": TARGET}
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": TARGET_ACCURACY, "y1": TARGET_ACCURACY}
         | {"line": {"color": GREY, "dash": "dot", "width": 1}},
         *(
             {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": step, "x1": step}
@@ -95,7 +95,7 @@ def _learning(run: RunData) -> Panel:
         ),
     ]
     resumed = f" Red lines: resumed after step {', '.join(map(str, run.resumed_after))}." if run.resumed_after else ""
-    text = f"Share of right sampled answers, and the reward that training saw. Dotted: {TARGET:g}.{resumed}"
+    text = f"Share of right sampled answers, and the reward that training saw. Dotted: {TARGET_ACCURACY:g}.{resumed}"
     return Panel("learning", "Learning", text, {"data": data, "layout": layout("step", "reward", shapes=shapes)})
 
 
@@ -168,7 +168,7 @@ def _shares(run: RunData) -> Panel:
 
 def _queue(run: RunData) -> Panel:
     columns = {
-        "waiting to be trained on": (run.queue_depth(), BLUE),
+        "waiting to be trained on": (run.column("ledger", "queued"), BLUE),
         "being generated": (run.column("ledger", "in_flight"), ORANGE),
     }
     text = "An empty queue means that the trainer waits for the engine; a full one, that the engine waits."

@@ -16,14 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from fsdp_async.checkpoint import checkpoints_in, newest_checkpoint, read_state, what_is_wrong
+from fsdp_async.checkpoint import (
+    CHECKPOINTS,
+    STATE,
+    checkpoints_directory,
+    checkpoints_in,
+    newest_checkpoint,
+    read_state,
+    what_is_wrong,
+)
 from fsdp_async.config import Config
 from fsdp_async.errors import CheckpointError
 from fsdp_async.policy_files import open_policy
 from fsdp_async.recorder import SUMMARY
 from fsdp_async.run_dir import strict
-
-CHECKPOINTS = "checkpoints"
 
 OLD_SHAPE = "its weights have the old shape"
 FROZEN = {
@@ -86,10 +92,8 @@ def find_resumption(config: Config) -> Resumption | None:
         return None
     directory = Path(config.run.output_dir) / CHECKPOINTS
     if wanted != "auto":
-        directory = Path(wanted)
-        if (directory / CHECKPOINTS).is_dir():
-            directory /= CHECKPOINTS
-    if (directory / "state.json").exists() or not (directory.is_dir() or wanted == "auto"):
+        directory = checkpoints_directory(Path(wanted))
+    if (directory / STATE).exists() or not (directory.is_dir() or wanted == "auto"):
         path, problems = _named(directory)
     else:
         path, problems = newest_checkpoint(directory)

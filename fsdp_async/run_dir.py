@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from fsdp_async.errors import OutputError, RunDirectoryError
+from fsdp_async.files import put_in_place
 
 RECORD = "run.json"
 LIBRARIES = ("fsdp-async", "torch", "transformers", "safetensors", "hydra-core", "pydantic", "numpy")
@@ -83,7 +84,7 @@ class RunDirectory:
             return
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
         try:
-            _put_in_place(self._staging, self._target, aside=f"{self._target.name}.old-{moment}")
+            put_in_place(self._staging, self._target, aside=f"{self._target.name}.old-{moment}")
         except OSError as error:
             raise OutputError(
                 error.errno, f"{self._staging} could not take the place of {self._target}: {error.strerror}; what was "
@@ -173,17 +174,6 @@ def _is_at(handle: IO[str], path: Path) -> bool:
         return os.path.samestat(os.fstat(handle.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _put_in_place(new: Path, target: Path, *, aside: str) -> None:
-    """Two renames; if the second fails the first is undone."""
-    old = target.with_name(aside)
-    os.rename(target, old)
-    try:
-        os.rename(new, target)
-    except OSError:
-        os.rename(old, target)
-        raise
 
 
 def run_record(config: Mapping[str, Any], *, seeds: Mapping[str, int], plan_lines: Sequence[str]) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fsdp_async.checkpoint import remove_leavings
+from fsdp_async.checkpoint import CHECKPOINTS, remove_leavings
 from fsdp_async.config import Config
 from fsdp_async.files import write_json
 from fsdp_async.loggers import Loggers, rewind_jsonl
 from fsdp_async.recorder import METRICS, Recorder
-from fsdp_async.resume import CHECKPOINTS, Resumption, goes_on_in_place
+from fsdp_async.resume import Resumption, goes_on_in_place
 from fsdp_async.run_dir import RECORD, RunDirectory, run_record
 
 

@@ -362,13 +362,13 @@ class StateCache(ReadableStates):
             live = self._look()
             for state in map(self._store.get, versions):
                 state.layout.check(live.layout, state.label)
+            # Before ranks agree: one that cannot copy must not leave the others waiting in what they gather.
+            self._pending.complete(lambda: live)
             return live
 
         with HeldSignals(), self._lock:
             self._refuse_if_busy(operation)
-            live = self._agreement.prepare(operation, look)
-            self._pending.complete(lambda: live)
-            yield live
+            yield self._agreement.prepare(operation, look)
 
     def _refuse_if_busy(self, operation: str) -> None:
         if self._is_closed:

@@ -117,6 +117,23 @@ def test_a_directory_that_could_not_be_written_leaves_the_old_one_alone(tmp_path
     assert os.listdir(tmp_path) == ["d"]
 
 
+def test_a_directory_that_cannot_take_its_place_leaves_the_old_one_there(tmp_path, monkeypatch):
+    path = tmp_path / "d"
+    write_directory(path, _filled("old"))
+    rename = os.rename
+
+    def refuse_new(source, target):
+        if str(source).endswith(".new"):
+            raise OSError(16, "Device or resource busy")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_new)
+    with pytest.raises(OutputError, match=r"d was not written: .*busy.*untouched"):
+        write_directory(path, _filled("new"))
+    assert (path / "a.txt").read_text() == "old"
+    assert os.listdir(tmp_path) == ["d"]
+
+
 @pytest.mark.parametrize("has_both", [False, True])
 def test_what_a_killed_writer_left_is_put_back_or_taken_away(tmp_path, has_both):
     """Killed between its two renames, or after them."""

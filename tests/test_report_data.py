@@ -71,7 +71,7 @@ def test_numbers_that_were_not_finite_or_not_logged_leave_gaps():
     )
     assert run.factor("mismatch_kl_k3") == [0.5, None, None]
     assert run.factor("lag_kl_k3") == [None, None, None]
-    assert run.queue_depth() == [None, None, 4.0]
+    assert run.column("ledger", "queued") == [None, None, 4.0]
     assert smooth([None, 2.0, 4.0, None, 9.0], 2) == [None, 2.0, 3.0, 4.0, 9.0]
 
 
